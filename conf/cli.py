@@ -1,0 +1,174 @@
+"""From a command line to one validated job: `launch` is the body of every `python -m <job>`.
+
+Hydra composes the yaml files, pydantic checks the values. Whatever the user got wrong ends in one sentence on stderr
+and exit code 2; anything else is a bug and keeps its traceback.
+"""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    InstantiationException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from omegaconf import DictConfig, OmegaConf
+from pydantic import ValidationError
+
+from conf import InputError
+
+OmegaConf.register_new_resolver("run_name_of", lambda path: run_name_of(str(path)), replace=True)
+
+USAGE_ERROR = 2
+"""Exit code for anything the user can mend."""
+
+
+def run_name_of(checkpoint: str) -> str:
+    """The training run behind a checkpoint path, for output folders: RUN, or RUN-step-000100 for one of its steps."""
+    path = Path(checkpoint)
+    return f"{path.parts[-3]}-{path.name}" if len(path.parts) >= 3 and path.parent.name == "checkpoints" else path.name
+
+
+def launch(job_name: str, run: Callable[[DictConfig], None]) -> None:
+    """Compose conf/<job_name>.yaml with the command line and call `run` (once per combination under `-m`).
+
+    Args:
+        job_name: train, eval, ...
+        run: gets the composed configuration; use `build` on it.
+    """
+    flags = [argument for argument in sys.argv[1:] if argument.startswith("-")]
+    if not flags:  # with flags (--help, --cfg, -m) Hydra answers by itself
+        try:
+            check_overrides(job_name, sys.argv[1:])
+        except InputError as error:
+            fail(error)
+
+    @hydra.main(config_path="pkg://conf", config_name=job_name, version_base="1.3")
+    def main(composed: DictConfig) -> None:
+        try:
+            run(composed)
+        except InputError as error:
+            fail(error)
+
+    main()
+
+
+def fail(error: Exception) -> NoReturn:
+    """Print `error` on rank 0 and leave with exit code 2."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+    raise SystemExit(USAGE_ERROR)
+
+
+def check_overrides(job_name: str, overrides: list[str]) -> DictConfig:
+    """Compose the configuration, turning Hydra's errors into one sentence with the nearest valid name.
+
+    Raises:
+        InputError: unknown group choice, unknown key, malformed override, or a missing `+target`.
+    """
+    GlobalHydra.instance().clear()
+    with initialize_config_module("conf", version_base="1.3", job_name=job_name):
+        try:
+            composed = compose(job_name, overrides=overrides)
+        except MissingConfigException as error:
+            wanted = str(error.missing_cfg_file or "")
+            raise InputError(_unknown_choice(wanted, error.options or [])) from error
+        except OverrideParseException as error:
+            raise InputError(f"cannot read the argument {error.override!r}: write key=value") from error
+        except ConfigCompositionException as error:
+            raise InputError(_unknown_key(error, compose(job_name))) from error
+        except HydraException as error:
+            raise InputError(str(error).splitlines()[0]) from error
+        if job_name in ("train", "data") and "target" not in composed:
+            raise InputError(f"no target: add one of {', '.join(f'+target={name}' for name in choices('target'))}")
+        missing = sorted(OmegaConf.missing_keys(composed))
+        if missing:
+            raise InputError(f"missing: {', '.join(f'{key}=...' for key in missing)}")
+    return composed
+
+
+def choices(group: str) -> list[str]:
+    """The yaml files of a config group, by name."""
+    from importlib.resources import files
+
+    return sorted(
+        path.name.removesuffix(".yaml") for path in files("conf").joinpath(group).iterdir() if path.name[-5:] == ".yaml"
+    )
+
+
+def build(composed: DictConfig) -> Any:
+    """Turn a composed configuration into the validated dataclass that its `_target_` names.
+
+    Raises:
+        InputError: naming the key, what was expected and what came.
+    """
+    OmegaConf.resolve(composed)
+    try:
+        return hydra.utils.instantiate(composed, _convert_="all")
+    except InstantiationException as error:
+        raise InputError(_invalid_value(error)) from error
+
+
+def rebuild(section: DictConfig, allowed: tuple[str, ...]) -> Any:
+    """`build` for a configuration read back from a checkpoint: only `allowed` modules may be named in `_target_`.
+
+    Raises:
+        InputError: if the section names another module.
+    """
+    name = str(section.get("_target_", ""))
+    if not name.startswith(allowed):
+        raise InputError(f"the checkpoint's config names {name!r}, expected something under {' or '.join(allowed)}")
+    return build(section)
+
+
+def _unknown_choice(wanted: str, options: Sequence[str]) -> str:
+    group, _, choice = wanted.rpartition("/")
+    return f"unknown {group or 'config'} {choice!r}{_nearest(choice, options)}; choices: {', '.join(sorted(options))}"
+
+
+def _unknown_key(error: ConfigCompositionException, defaults: DictConfig) -> str:
+    first = str(error).splitlines()[0]
+    quoted = first.split("'")
+    if len(quoted) < 2:
+        return first
+    key = quoted[1].lstrip("+~").split("=")[0]
+    valid = _flat_keys(OmegaConf.to_container(defaults, resolve=False))
+    for group in ("target",):  # absent from the defaults, so that +target= works
+        valid += [f"{group}.{field}" for field in ("name", "path", "revision", "dtype", "trust_remote_code")]
+    return f"unknown key {key!r}{_nearest(key, valid)}"
+
+
+def _nearest(name: str, valid: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _flat_keys(node: Any, prefix: str = "") -> list[str]:
+    if not isinstance(node, dict):
+        return []
+    keys = []
+    for key, value in node.items():
+        keys += [f"{prefix}{key}", *_flat_keys(value, f"{prefix}{key}.")]
+    return keys
+
+
+def _invalid_value(error: InstantiationException) -> str:
+    cause = error.__cause__
+    if isinstance(cause, InputError):
+        return str(cause)
+    if not isinstance(cause, ValidationError):
+        return str(error).splitlines()[0]
+    details = cause.errors()[0]
+    where = str(error).rsplit("full_key: ", 1)
+    prefix = where[1].splitlines()[0] + "." if len(where) == 2 else ""
+    key = prefix + ".".join(str(part) for part in details["loc"] if isinstance(part, str | int))
+    return f"{key}: {details['msg'][:1].lower()}{details['msg'][1:]}, got {details['input']!r}"

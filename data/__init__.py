@@ -1,0 +1,1 @@
+"""Conversations -> token ids -> packed batches -> what the frozen target makes of them."""

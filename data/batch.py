@@ -1,0 +1,91 @@
+"""What travels between data, target and drafter: `Batch`, `Wants`, `TargetFeatures`.
+
+Shape letters: B = packs, T = tokens per pack, D = hidden size, A = auxiliary layers, V = target vocabulary.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+PADDING = -1
+"""Document id of padding."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed conversations: each row is one pack, each document in it sees only itself."""
+
+    input_ids: Tensor
+    """(B, T) int64."""
+    position_ids: Tensor
+    """(B, T) int64, restarts at 0 with each document."""
+    document_ids: Tensor
+    """(B, T) int64, constant within a document, ascending within a pack; PADDING where there is no document."""
+    loss_mask: Tensor
+    """(B, T) bool, True where the target itself generated the token."""
+    token_weights: Tensor
+    """(B, T) float32, the share of each token in the loss of the *global* batch; 0 outside loss_mask. They sum to 1
+    over all micro-batches of all ranks, so that the loss does not depend on how the global batch was cut."""
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same batch on `device`."""
+        return replace(self, **{name: tensor.to(device) for name, tensor in vars(self).items()})
+
+    def document_spans(self) -> list[tuple[int, int]]:
+        """[start, end) of each document, as indices into the flattened (B * T) rows. Padding is in none."""
+        ids = self.document_ids.cpu()
+        spans: list[tuple[int, int]] = []
+        for pack, row in enumerate(ids):
+            present, lengths = torch.unique_consecutive(row, return_counts=True)
+            start = pack * ids.shape[1]
+            for document, length in zip(present.tolist(), lengths.tolist(), strict=True):
+                if document != PADDING:
+                    spans.append((start, start + length))
+                start += length
+        return spans
+
+
+@dataclass(frozen=True)
+class Wants:
+    """Which tensors of the target a drafter needs; the target computes no others."""
+
+    aux_layers: tuple[int, ...]
+    """Indices into HF `hidden_states`: 0 = embeddings, i = the state *entering* layer i. Ascending."""
+    last_hidden_state: bool
+    """Whether the state after the final norm is needed (the input of the target's LM head)."""
+
+
+@dataclass(frozen=True)
+class TargetFeatures:
+    """What a drafter sees of the target, row t after reading token t."""
+
+    aux_hidden_states: Tensor
+    """(B, T, A * D), the wanted layers side by side, shallowest first."""
+    last_hidden_state: Tensor | None
+    """(B, T, D) *after* the target's final norm: `lm_head(last_hidden_state)` are the target's logits."""
+
+    def rows(self, start: int, end: int) -> "TargetFeatures":
+        """The rows [start, end) of every sequence."""
+        last = self.last_hidden_state
+        return TargetFeatures(
+            aux_hidden_states=self.aux_hidden_states[:, start:end],
+            last_hidden_state=None if last is None else last[:, start:end],
+        )
+
+
+@dataclass(frozen=True)
+class TargetParts:
+    """The frozen pieces of a target that drafters share or start from. Referenced, never copied."""
+
+    config: PretrainedConfig
+    """The target's (text) configuration."""
+    embed_tokens: Tensor
+    """(V, D)."""
+    lm_head: Tensor
+    """(V, D); the same tensor as embed_tokens where the target ties them."""
+    final_norm: Tensor
+    """(D,), weight of the norm before the LM head."""
+    layers: nn.ModuleList
+    """The decoder layers."""

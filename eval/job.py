@@ -1,0 +1,210 @@
+"""The evaluation job: decode prompts speculatively and plainly, walk over the same answers, and compare."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from pydantic import Field
+from rich.console import Console
+from rich.table import Table
+
+from conf import InputError, config
+from conf.cli import build
+from conf.records import provenance, write_json, write_text
+from data.corpus import CorpusConfig
+from data.encode import Document
+from data.packing import collate
+from data.prepare import make_encoder
+from data.target import Target
+from eval.generate import Generation, plain_generate, speculative_generate
+from eval.sampling import SamplingConfig
+from eval.suites import Prompt, read_prompts
+from train.acceptance import Acceptance, round_walk
+from train.checkpoint import load_drafter
+from train.drafters.base import Drafter
+from train.progress import ProgressReport
+
+
+@config
+class EvalJob:
+    """Values: conf/eval.yaml."""
+
+    checkpoint: str
+    """Run folder (its best checkpoint) or checkpoint folder."""
+    target_path: str | None
+    """Where the target is now, if not where training found it."""
+    run_name: str
+    output_dir: str
+    corpus: CorpusConfig
+    """The prompts: first turns of a jsonl file."""
+    sampling: SamplingConfig
+    dtype: Literal["float32", "bfloat16"]
+    """Of target and drafter. float32 for exact comparisons, bfloat16 as engines serve."""
+    num_draft_tokens: int = Field(ge=1)
+    """K per round."""
+    max_tokens: int = Field(ge=2)
+    """Longest answer."""
+    plain_prompts: int = Field(ge=0)
+    """So many prompts are decoded without speculation too: the speed baseline, and a check of equal output at T=0."""
+    seed: int
+    """Of sampling."""
+    num_threads: int | None
+    """CPU threads; None leaves torch's default."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One prompt, decoded both ways."""
+
+    prompt: Prompt
+    speculative: Generation
+    plain: Generation | None
+
+
+def run(composed: DictConfig) -> None:
+    """`python -m eval`: write summary.json and rounds.json into `output_dir` and print the figures.
+
+    Raises:
+        InputError: for anything that the user can mend.
+    """
+    job: EvalJob = build(composed)
+    if job.num_threads is not None:
+        torch.set_num_threads(job.num_threads)
+    loaded = load_drafter(job.checkpoint, job.target_path, getattr(torch, job.dtype))
+    target, drafter = loaded.target, loaded.drafter
+    encoder = make_encoder(target, target.hf_config.max_position_embeddings)
+    prompts = read_prompts(job.corpus, encoder)
+    longest = max(len(prompt.input_ids) for prompt in prompts) + job.max_tokens + job.num_draft_tokens
+    if longest > encoder.max_tokens:
+        raise InputError(f"prompt and answer need {longest} tokens, the target's context is {encoder.max_tokens}")
+    decoded = decode_all(job, target, drafter, prompts)
+    summary = summarise(job, decoded)
+    if job.sampling.greedy:
+        summary |= compare_with_walk(job, target, drafter, decoded)
+    summary |= {"checkpoint": str(loaded.folder), "prompts": len(prompts), "prompt_set": job.corpus.name}
+    folder = Path(job.output_dir)
+    write_text(folder / "config.yaml", OmegaConf.to_yaml(composed))
+    write_json(folder / "provenance.json", provenance())
+    write_json(folder / "rounds.json", {entry.prompt.source: _rounds(entry) for entry in decoded})
+    write_json(folder / "summary.json", summary)
+    _print(job, summary, folder)
+
+
+def decode_all(job: EvalJob, target: Target, drafter: Drafter, prompts: Sequence[Prompt]) -> list[Decoded]:
+    """Decode every prompt speculatively and the first `plain_prompts` plainly."""
+    decoded = []
+    generator = torch.Generator().manual_seed(job.seed)
+    # The first calls of a process are slow (kernels are chosen, memory is mapped): not part of any figure.
+    speculative_generate(target, drafter, prompts[0].input_ids, 4, job.num_draft_tokens, job.sampling, generator)
+    with ProgressReport(f"eval {job.run_name}", len(prompts), 0, shown=True) as progress:
+        for index, prompt in enumerate(prompts):
+            ids = prompt.input_ids
+            plain = None
+            if index < job.plain_prompts:
+                plain = plain_generate(target, ids, job.max_tokens, job.sampling, generator)
+            speculative = speculative_generate(
+                target, drafter, ids, job.max_tokens, job.num_draft_tokens, job.sampling, generator
+            )
+            decoded.append(Decoded(prompt, speculative, plain))
+            progress.update(index + 1, f"acceptance length {_acceptance(job, decoded).acceptance_length:.3f}")
+    return decoded
+
+
+def summarise(job: EvalJob, decoded: Sequence[Decoded]) -> dict[str, Any]:
+    """Acceptance, speed, and whether greedy outputs were equal. Definitions: README, "What is measured"."""
+    acceptance = _acceptance(job, decoded)
+    per_prompt = [_acceptance(job, [entry]).acceptance_length for entry in decoded if entry.speculative.rounds]
+    paired = [(entry.speculative, entry.plain) for entry in decoded if entry.plain is not None]
+    speed: dict[str, Any] = {}
+    if paired:
+        fast = sum(_decode_tokens(a) for a, _ in paired) / sum(a.decode_seconds for a, _ in paired)
+        slow = sum(_decode_tokens(b) for _, b in paired) / sum(b.decode_seconds for _, b in paired)
+        speed = {"tokens_per_second": fast, "plain_tokens_per_second": slow, "speedup": fast / slow}
+        if job.sampling.greedy:
+            speed["outputs_equal_to_plain"] = sum(a.tokens == b.tokens for a, b in paired)
+            speed["outputs_compared_with_plain"] = len(paired)
+    return {
+        "acceptance_length_decoded": acceptance.acceptance_length,
+        "acceptance_length_macro": sum(per_prompt) / max(1, len(per_prompt)),
+        "joint_rates": acceptance.joint_rates,
+        "conditional_rates": acceptance.conditional_rates,
+        "num_draft_tokens": job.num_draft_tokens,
+        "num_rounds": len(acceptance.num_accepted),
+        "generated_tokens": sum(len(entry.speculative.tokens) for entry in decoded),
+        "temperature": job.sampling.temperature,
+        "dtype": job.dtype,
+        **speed,
+    }
+
+
+def compare_with_walk(job: EvalJob, target: Target, drafter: Drafter, decoded: Sequence[Decoded]) -> dict[str, Any]:
+    """Run training's round-walk over the decoded answers and compare it with the decoder round by round."""
+    walked_counts: list[int] = []
+    differing: list[dict[str, Any]] = []
+    width = max(len(entry.prompt.input_ids) + len(entry.speculative.tokens) for entry in decoded)
+    for entry in decoded:
+        prompt, answer = entry.prompt.input_ids, entry.speculative.tokens
+        document = Document(prompt + answer, [False] * len(prompt) + [True] * len(answer), entry.prompt.source)
+        batch = collate([[document]], width, [[0.0]]).to(target.device)
+        features = target.capture(batch, drafter.wants)
+        walked = round_walk(drafter, batch, features, job.num_draft_tokens)[0]
+        walked_counts += walked
+        decoder_rounds = _by_start([turn.num_accepted for turn in entry.speculative.rounds])
+        gaps = dict(zip(decoder_rounds, (turn.target_gap for turn in entry.speculative.rounds), strict=True))
+        for start, count in _by_start(walked).items():
+            if decoder_rounds.get(start, count) != count:
+                differing.append(
+                    {"prompt": entry.prompt.source, "answer_token": start, "walk": count,
+                     "decoder": decoder_rounds[start], "target_gap": gaps[start]}
+                )  # fmt: skip
+    acceptance = Acceptance(num_accepted=tuple(walked_counts), num_draft_tokens=job.num_draft_tokens)
+    return {
+        "acceptance_length_walk": acceptance.acceptance_length,
+        "joint_rates_walk": acceptance.joint_rates,
+        "rounds_differing_from_walk": differing,
+    }
+
+
+def _by_start(counts: Sequence[int]) -> dict[int, int]:
+    """Rounds by the index of the answer token that they start after."""
+    starts = {}
+    position = 0
+    for count in counts:
+        starts[position] = count
+        position += count + 1
+    return starts
+
+
+def _acceptance(job: EvalJob, decoded: Sequence[Decoded]) -> Acceptance:
+    counts = tuple(turn.num_accepted for entry in decoded for turn in entry.speculative.rounds)
+    return Acceptance(num_accepted=counts, num_draft_tokens=job.num_draft_tokens)
+
+
+def _decode_tokens(generation: Generation) -> int:
+    """Tokens that `decode_seconds` paid for: all but the first, which the prompt's pass gives."""
+    return len(generation.tokens) - 1
+
+
+def _rounds(entry: Decoded) -> dict[str, Any]:
+    return {
+        "tokens": entry.speculative.tokens,
+        "num_accepted": [turn.num_accepted for turn in entry.speculative.rounds],
+    }
+
+
+def _print(job: EvalJob, summary: dict[str, Any], folder: Path) -> None:
+    table = Table(title=f"{job.run_name}: K={job.num_draft_tokens}, T={job.sampling.temperature}, {job.dtype}")
+    table.add_column("figure")
+    table.add_column("value")
+    for key, value in summary.items():
+        if isinstance(value, list):
+            shown = ", ".join(f"{entry:.3f}" if isinstance(entry, float) else str(entry) for entry in value) or "none"
+        else:
+            shown = f"{value:.3f}" if isinstance(value, float) else str(value)
+        table.add_row(key, shown)
+    table.add_row("written to", str(folder))
+    table.add_row("next", f"python -m serve_export checkpoint={job.checkpoint} stack=vllm")
+    Console().print(table)

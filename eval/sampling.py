@@ -1,0 +1,60 @@
+"""Temperature, top-k and top-p: from logits to the distribution that a token is drawn from.
+
+The same processing is applied to the target's logits before verification and to the drafter's before drafting:
+verification must see the distributions that tokens are really drawn from (acceptance.md in spirit: a mismatch there
+is the classic way to lose exactness).
+"""
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from conf import config
+
+
+@config
+class SamplingConfig:
+    """Values: conf/sampling/*.yaml."""
+
+    temperature: float = Field(ge=0)
+    """0 is greedy."""
+    top_k: int | None = Field(ge=1)
+    """Keep the k most likely tokens; None keeps all."""
+    top_p: float = Field(gt=0, le=1)
+    """Keep the smallest set of most likely tokens with at least this probability; 1 keeps all."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether tokens are chosen by argmax."""
+        return self.temperature == 0
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """The distribution to sample from.
+
+        Args:
+            logits: (..., V), any float dtype.
+
+        Returns:
+            (..., V) in float32 (float64 for float64 logits); rows sum to 1, removed tokens have exactly 0.
+
+        Raises:
+            ValueError: at temperature 0, where there is nothing to sample.
+        """
+        if self.greedy:
+            raise ValueError("temperature 0 chooses by argmax: use the greedy rules instead of probs()")
+        scaled = (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
+        if self.top_k is not None and self.top_k < scaled.shape[-1]:
+            smallest_kept = scaled.topk(self.top_k, dim=-1).values[..., -1:]
+            scaled = scaled.masked_fill(scaled < smallest_kept, float("-inf"))
+        probs = scaled.softmax(dim=-1)
+        if self.top_p < 1:
+            probs = _keep_top_p(probs, self.top_p)
+        return probs
+
+
+def _keep_top_p(probs: Tensor, top_p: float) -> Tensor:
+    """Zero all but the most likely tokens that together reach `top_p`, and renormalise."""
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(dim=-1) - ordered  # probability of all more likely tokens
+    kept = torch.where(before < top_p, ordered, 0)
+    return torch.zeros_like(probs).scatter_(-1, order, kept / kept.sum(dim=-1, keepdim=True))

@@ -1,0 +1,48 @@
+"""Prompts to measure on: a jsonl file with `messages` (ours) or `turns` (the public benchmark sets)."""
+
+import json
+from dataclasses import dataclass
+
+from conf import InputError
+from data.corpus import CorpusConfig, read_conversations, sample_path
+from data.encode import Encoder
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt."""
+
+    source: str
+    """file:line."""
+    input_ids: list[int]
+    """Generation prompt included."""
+
+
+def read_prompts(corpus: CorpusConfig, encoder: Encoder) -> list[Prompt]:
+    """First turns of a prompt set: everything before the first answer of `messages`, or the first of `turns`.
+
+    Raises:
+        InputError: naming file and line, if the file holds no prompts.
+    """
+    path = sample_path(corpus.path)
+    if path.is_file() and '"turns"' in path.open(encoding="utf-8").readline():
+        questions = _read_turns(corpus)
+    else:
+        questions = []
+        for conversation in read_conversations(corpus, require_answer=False):
+            messages = conversation.messages
+            first_answer = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
+            questions.append((conversation.source, messages[:first_answer]))
+    return [Prompt(source=source, input_ids=encoder.prompt_ids(messages)) for source, messages in questions]
+
+
+def _read_turns(corpus: CorpusConfig) -> list[tuple[str, list[dict[str, str]]]]:
+    path = sample_path(corpus.path)
+    questions = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[: corpus.max_conversations], start=1):
+        try:
+            turn = json.loads(line)["turns"][0]
+        except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
+            raise InputError(f'{path.name}:{number}: expected an object with a non-empty "turns" list') from error
+        questions.append((f"{path.name}:{number}", [{"role": "user", "content": str(turn)}]))
+    return questions

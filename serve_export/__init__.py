@@ -1,0 +1,1 @@
+"""Checkpoint -> folders that inference engines load, verified before they are named."""

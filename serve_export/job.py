@@ -1,0 +1,98 @@
+"""The export job: write under a temporary name, verify, compare, then rename."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from omegaconf import DictConfig
+from pydantic import Field
+from safetensors.torch import save_file
+
+from conf import InputError, config
+from conf.cli import build
+from conf.records import provenance, write_json, write_text
+from serve_export import card, check, contract, to_vllm
+from train.checkpoint import load_drafter
+
+
+@config
+class StackConfig:
+    """Values: conf/stack/*.yaml."""
+
+    name: Literal["vllm"]
+    """The engine whose format is written."""
+
+
+@config
+class ExportJob:
+    """Values: conf/serve_export.yaml."""
+
+    checkpoint: str
+    """Run folder (its best checkpoint) or checkpoint folder."""
+    target_path: str | None
+    """Where the target is now, if not where training found it."""
+    stack: StackConfig
+    run_name: str
+    output_dir: str
+    """The folder that engines load. It appears only when it is complete and verified."""
+    num_draft_tokens: int = Field(ge=1)
+    """K in the serve command."""
+    dtype: Literal["float32", "bfloat16"]
+    """Of the exported tensors."""
+
+
+def run(composed: DictConfig) -> None:
+    """`python -m serve_export`: write a verified folder and print its serve command.
+
+    Raises:
+        InputError: for anything that the user can mend, or if the result breaks its contract.
+    """
+    job: ExportJob = build(composed)
+    final = Path(job.output_dir)
+    loaded = load_drafter(job.checkpoint, job.target_path, torch.float32)
+    servable = loaded.drafter.to_serving()
+    target_path = loaded.target.folder
+    command = to_vllm.serve_command(target_path, str(final), job.num_draft_tokens)
+    evaluation = card.find_evaluation(loaded, job.run_name)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=final.parent, prefix=f".writing-{final.name}-") as scratch:
+        folder = Path(scratch) / final.name
+        folder.mkdir()
+        tensors = to_vllm.tensors(servable, loaded.target.hf_config.vocab_size, getattr(torch, job.dtype))
+        save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+        write_json(folder / "config.json", to_vllm.config(servable, loaded.target, job.dtype))
+        write_text(folder / "README.md", card.card(loaded, evaluation, command))
+        contract.verify_folder(folder, loaded.target.hf_config)
+        difference = check.compare_logits(loaded, folder, job.num_draft_tokens)
+        write_json(folder / "provenance.json", {"checkpoint": str(loaded.folder), **provenance()})
+        _put_in_place(folder, final)
+    _print(
+        {
+            "export": str(final),
+            "tensors": len(tensors),
+            "megabytes": round(sum(tensor.nbytes for tensor in tensors.values()) / 1e6, 1),
+            "contract": "holds",
+            "logits vs drafter": "not compared (rope scaling)" if difference is None else f"differ by {difference:.1e}",
+            "serve": command,
+        }
+    )
+
+
+def _put_in_place(folder: Path, final: Path) -> None:
+    """Rename; an earlier export of the same name is replaced, anything else there is left alone."""
+    if final.exists():
+        if not (final / "provenance.json").is_file():
+            raise InputError(f"{final} exists and is no export of ours: choose another output_dir=")
+        old = final.with_name(f".old-{final.name}")
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        folder.rename(final)
+        shutil.rmtree(old)
+    else:
+        folder.rename(final)
+
+
+def _print(summary: dict[str, Any]) -> None:
+    print("\n".join(f"{key:>18}  {value}" for key, value in summary.items()))  # noqa: T201

@@ -1,0 +1,115 @@
+"""Tiny targets and drafters, made here and now: nothing is downloaded."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "offline"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = ["<|im_start|>", "<|im_end|>"]
+BYTE_VOCABULARY = 256 + len(SPECIAL)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte (ids 0..255), then the chat markers; <|im_end|> ends a turn."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", extra_special_tokens=SPECIAL, chat_template=CHAT_TEMPLATE
+    )
+
+
+def save_tiny_model(folder: Path, family: str = "llama", seed: int = 0, **overrides: Any) -> Path:
+    """A random causal LM of `family` with the byte tokenizer, saved as a Hugging Face folder (float32)."""
+    shape: dict[str, Any] = {
+        "vocab_size": BYTE_VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
+        "tie_word_embeddings": False, "eos_token_id": 257, "bos_token_id": None, "pad_token_id": None,
+        "initializer_range": 0.2,
+    }  # fmt: skip
+    if family == "qwen3_moe":
+        shape |= {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**(shape | overrides)), dtype=torch.float32)
+    model.generation_config.eos_token_id = shape["eos_token_id"]
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """tiny_folder(family, seed, **config overrides) -> folder of a tiny random model, made once per arguments."""
+    made: dict[str, Path] = {}
+
+    def make(family: str = "llama", seed: int = 0, **overrides: Any) -> Path:
+        key = f"{family} {seed} {sorted(overrides.items())}"
+        if key not in made:
+            made[key] = save_tiny_model(tmp_path_factory.mktemp(family) / "model", family, seed, **overrides)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tiny_folder: Callable[..., Path]) -> Callable[..., Any]:
+    """tiny_target(family, dtype, seed, **config overrides) -> a loaded `data.target.Target`."""
+    from data.target import Target, TargetConfig
+
+    def make(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Target:
+        folder = tiny_folder(family, seed, **overrides)
+        settings = TargetConfig(
+            name=f"tiny-{family}", path=str(folder), revision=None, dtype="float32", chat_template_kwargs={},
+            trust_remote_code=False,
+        )  # fmt: skip
+        if not (family.endswith("_moe") and dtype == torch.float64):
+            return Target(settings, dtype)
+        target = Target(settings, torch.float32)
+        target.model.set_experts_implementation("eager")  # the grouped kernels know no float64
+        target.model.to(dtype)
+        return target
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_drafter() -> Callable[..., Any]:
+    """tiny_drafter(target, draft_vocab_size, **Eagle3Config overrides) -> a random Eagle3 in the target's dtype.
+
+    Its weights are noise of visible size, so that no test passes because everything is zero.
+    """
+    from train.drafters.eagle3 import Eagle3Config
+
+    def make(target: Any, draft_vocab_size: int | None = None, seed: int = 0, **overrides: Any) -> Any:
+        values: dict[str, Any] = {
+            "name": "eagle3", "draft_vocab_size": draft_vocab_size, "aux_layers": None, "ttt_steps": 3,
+            "step_loss_decay": 0.8, "loss": "kl", "lk_scale": 1.0, "lk_decay": 3.0, "mask_out_of_vocab": False,
+            "fc_norm": False, "norm_output": False, "norm_before_residual": False, "train_lm_head": True,
+            "init_layer": None, "init_seed": seed,
+        }  # fmt: skip
+        vocab = target.hf_config.vocab_size
+        size = draft_vocab_size or vocab
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randperm(vocab, generator=generator)[:size].sort().values
+        drafter = Eagle3Config(**(values | overrides)).build(target.parts, ids)
+        with torch.no_grad():
+            for parameter in drafter.parameters():
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+        return drafter.to(target.model.dtype)
+
+    return make

@@ -1,0 +1,1 @@
+"""Target features -> a trained drafter checkpoint."""

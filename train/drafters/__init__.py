@@ -1,0 +1,1 @@
+"""The drafter heads: one file per family, behind the interface of `train.drafters.base`."""

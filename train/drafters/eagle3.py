@@ -1,0 +1,355 @@
+"""EAGLE-3 (arXiv:2503.01840) and 3.1: one decoder layer over fused target features, trained by training-time test.
+
+    f_t = fc([a_t^low; a_t^mid; a_t^high])                      fc_norm (3.1): RMSNorm each of the three first
+    step k, row t:  e = RMSNorm_in(emb(x_{t+1+k})),  r = RMSNorm_hid(g),  g = f_t (k = 0), else the step before's output
+    layer:          y = g + Attention([e; r]),  y = y + MLP(RMSNorm_post(y))   norm_before_residual: r for g
+    logits:         lm_head(RMSNorm(y));  next step's g = y            norm_output (3.1): RMSNorm(y)
+
+Which row reads what is in `train.drafters.rows`. Shape letters as in `train.drafters.base`; R = flattened rows B * T.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from conf import config
+from data.batch import Batch, TargetFeatures, TargetParts, Wants
+from train.drafters.base import Draft, Drafter, DrafterConfig, DraftLoss, Servable, Warp
+from train.drafters.layers import (
+    GrowingKV,
+    Rotary,
+    Spans,
+    cached_attention,
+    feed_forward,
+    llama_shape,
+    rotate,
+    ttt_attention,
+)
+from train.drafters.losses import LossKind, LossSettings, Teacher, chunked_distillation
+from train.drafters.rows import chain_labels, shifted_ids
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""query (H, R, E), keys (G, R, E), values (G, R, E) of the rows at hand -> (H, R, E)."""
+
+
+@config
+class Eagle3Config(DrafterConfig):
+    """Values: conf/drafter/eagle3.yaml."""
+
+    aux_layers: tuple[int, ...] | None
+    """Indices into the target's `hidden_states` (i = the state entering layer i), ascending, each in 1..n-1;
+    None means (2, n // 2, n - 3) for n layers."""
+    ttt_steps: int = Field(ge=1)
+    """Training-time-test steps S; 7 in the EAGLE-3 code."""
+    step_loss_decay: float = Field(gt=0, le=1)
+    """Weight of step k is step_loss_decay ** k."""
+    loss: LossKind
+    """soft_ce, kl, lk_alpha or lk_lambda: see train/drafters/losses.py."""
+    lk_scale: float = Field(ge=0)
+    """lk_lambda: weight of KL is lk_scale * exp(-lk_decay * alpha)."""
+    lk_decay: float = Field(ge=0)
+    mask_out_of_vocab: bool
+    """Leave out labels whose argmax is outside the draft vocabulary."""
+    fc_norm: bool
+    """EAGLE-3.1: normalise each auxiliary state before fc."""
+    norm_output: bool
+    """EAGLE-3.1: feed the normalised output to the next step."""
+    norm_before_residual: bool
+    """Start the residual stream from the normalised feature. vLLM and llama.cpp only: not portable."""
+    train_lm_head: bool
+    """Train the LM head (it starts as the target's rows); False keeps these frozen."""
+    init_layer: int | None
+    """Copy attention and feed-forward of this target layer (negative counts from the end); None starts at random."""
+    init_seed: int
+    """Of the random parts."""
+
+    def build(self, target: TargetParts, draft_to_target_ids: Tensor) -> "Eagle3":
+        """Make the untrained head; see DrafterConfig.build.
+
+        Raises:
+            ValueError: if a layer index is outside the target.
+        """
+        return Eagle3(self, target, draft_to_target_ids)
+
+
+class Eagle3Layer(nn.Module):
+    """The drafter's decoder layer. Names as engines know them (`midlayer.*`)."""
+
+    def __init__(self, shape: LlamaConfig, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+        self.head_dim: int = shape.head_dim
+        self.norm_before_residual = norm_before_residual
+        width, eps = shape.hidden_size, shape.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(width, eps)
+        self.hidden_norm = nn.RMSNorm(width, eps)
+        self.self_attn = nn.ModuleDict(
+            {
+                "q_proj": nn.Linear(2 * width, self.num_heads * self.head_dim, bias=False),
+                "k_proj": nn.Linear(2 * width, self.num_kv_heads * self.head_dim, bias=False),
+                "v_proj": nn.Linear(2 * width, self.num_kv_heads * self.head_dim, bias=False),
+                "o_proj": nn.Linear(self.num_heads * self.head_dim, width, bias=False),
+            }
+        )
+        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        self.mlp = feed_forward(shape)
+
+    def forward(self, embeds: Tensor, hidden: Tensor, table: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """(R, D) token embeddings and features -> (R, D) output stream, before the final norm."""
+        feature = self.hidden_norm(hidden)
+        both = torch.cat([self.input_layernorm(embeds), feature], dim=-1)  # (R, 2D): embedding first
+        query = rotate(self._heads(self.self_attn["q_proj"](both), self.num_heads), table)
+        keys = rotate(self._heads(self.self_attn["k_proj"](both), self.num_kv_heads), table)
+        values = self._heads(self.self_attn["v_proj"](both), self.num_kv_heads)
+        mixed = attend(query, keys, values).transpose(0, 1).flatten(1)  # (R, H * E)
+        residual = feature if self.norm_before_residual else hidden
+        stream = residual + self.self_attn["o_proj"](mixed)
+        output: Tensor = stream + self.mlp(self.post_attention_layernorm(stream))
+        return output
+
+    def _heads(self, projected: Tensor, num_heads: int) -> Tensor:
+        return projected.view(*projected.shape[:-1], num_heads, self.head_dim).transpose(0, 1)  # (heads, R, E)
+
+
+@dataclass
+class Eagle3State:
+    """Decoding state of one sequence."""
+
+    kv: GrowingKV
+    """Keys and values of the committed rows, then of the rows that `propose` simulated."""
+    num_committed: int
+    hidden: Tensor | None
+    """(1, D): output at the last committed row."""
+
+
+class Eagle3(Drafter):
+    """The head. `fc`, `midlayer`, `norm`, `lm_head` are trained; the embedding is the target's own."""
+
+    embed_tokens: Tensor
+    """(V, D) buffer, the target's own."""
+    target_head: Tensor
+    """(V, D) buffer, the target's LM head."""
+    teacher_rows: Tensor
+    """(Vd, D) buffer, its rows that the drafter can propose."""
+
+    def __init__(self, settings: Eagle3Config, target: TargetParts, draft_to_target_ids: Tensor) -> None:
+        super().__init__()
+        self.settings = settings
+        shape = llama_shape(target.config)
+        layers = settings.aux_layers or default_aux_layers(shape.num_hidden_layers)
+        if list(layers) != sorted(set(layers)) or not all(1 <= i < shape.num_hidden_layers for i in layers):
+            raise ValueError(
+                f"drafter.aux_layers {list(layers)}: expected ascending layers between 1 and "
+                f"{shape.num_hidden_layers - 1} (engines cannot capture others)"
+            )
+        self.wants = Wants(aux_layers=layers, last_hidden_state=True)
+        self.shape = shape
+        width = shape.hidden_size
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.init_seed)
+            self.fc_norm = nn.ModuleList(
+                nn.RMSNorm(width, shape.rms_norm_eps) for _ in range(len(layers) if settings.fc_norm else 0)
+            )
+            self.fc = nn.Linear(len(layers) * width, width, bias=False)
+            self.midlayer = Eagle3Layer(shape, settings.norm_before_residual)
+            self.norm = nn.RMSNorm(width, shape.rms_norm_eps)
+            self.lm_head = nn.Linear(width, len(draft_to_target_ids), bias=False)
+        self.rotary = Rotary(shape)
+        self.register_buffer("draft_to_target_ids", draft_to_target_ids.clone())
+        self.register_buffer("embed_tokens", target.embed_tokens.detach(), persistent=False)
+        self.register_buffer("target_head", target.lm_head.detach(), persistent=False)
+        self.register_buffer("teacher_rows", target.lm_head.detach()[draft_to_target_ids], persistent=False)
+        self._initialise(target)
+
+    @torch.no_grad()
+    def _initialise(self, target: TargetParts) -> None:
+        self.lm_head.weight.copy_(self.teacher_rows)
+        self.lm_head.requires_grad_(self.settings.train_lm_head)
+        self.norm.weight.copy_(target.final_norm)
+        if self.settings.init_layer is not None:
+            copy_target_layer(self.midlayer, self.fc, target.layers[self.settings.init_layer])
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def loss(self, batch: Batch, features: TargetFeatures) -> DraftLoss:
+        """Distillation loss over all training-time-test steps; see Drafter.loss."""
+        assert features.last_hidden_state is not None  # asked for in `wants`
+        steps = self.settings.ttt_steps
+        hidden = [self.norm(stream) for stream in self._unroll(batch, features, steps)]
+        settings = LossSettings(
+            kind=self.settings.loss,
+            lk_scale=self.settings.lk_scale,
+            lk_decay=self.settings.lk_decay,
+            mask_out_of_vocab=self.settings.mask_out_of_vocab,
+            step_weights=tuple(self.settings.step_loss_decay**k for k in range(steps)),
+        )
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden[0].dtype
+        teacher = Teacher(
+            hidden=features.last_hidden_state.flatten(0, 1),
+            lm_head=self.target_head,
+            draft_head=self.teacher_rows,
+            draft_to_target_ids=self.draft_to_target_ids,
+        )
+        total, losses, matches = chunked_distillation(
+            [rows.to(dtype) for rows in hidden],
+            self.lm_head.weight,
+            teacher,
+            chain_labels(batch, steps),
+            batch.token_weights.flatten(),
+            settings,
+        )
+        return DraftLoss(loss=total, step_losses=losses, step_matches=matches)
+
+    @torch.no_grad()
+    def greedy_drafts(self, batch: Batch, features: TargetFeatures, num_draft_tokens: int) -> Tensor:
+        """Greedy drafts at every row; see Drafter.greedy_drafts."""
+        drafts = [
+            self.draft_to_target_ids[self.lm_head(self.norm(stream)).argmax(dim=-1)]
+            for stream in self._unroll(batch, features, num_draft_tokens)
+        ]
+        return torch.stack(drafts, dim=-1).view(*batch.input_ids.shape, num_draft_tokens)  # (B, T, K)
+
+    def _unroll(self, batch: Batch, features: TargetFeatures, steps: int) -> list[Tensor]:
+        """Output stream (R, D) of each training-time-test step, on the text's own tokens."""
+        spans = batch.document_spans()
+        positions = batch.position_ids.flatten()
+        hidden = self._fuse(features)
+        streams = []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for step in range(steps):
+            embeds = self._embed(shifted_ids(batch, 1 + step))
+            hidden = self.midlayer(embeds, hidden, self.rotary.table(positions + step), _TTTAttend(keys, values, spans))
+            streams.append(hidden)
+            hidden = self._fed_back(hidden)
+        return streams
+
+    # --- decoding ----------------------------------------------------------------------------------------------------
+
+    def start(self, max_tokens: int) -> Eagle3State:
+        """An empty state; see Drafter.start."""
+        return Eagle3State(kv=GrowingKV(max_tokens), num_committed=0, hidden=None)
+
+    def observe(self, state: Eagle3State, features: TargetFeatures, next_ids: Tensor) -> None:
+        """Compute the committed rows from the target's true features; see Drafter.observe."""
+        state.kv.crop(state.num_committed)
+        hidden = self._decode_rows(state, self._fuse(features), next_ids[0], state.num_committed)
+        state.num_committed += next_ids.shape[1]
+        state.hidden = hidden[-1:]
+
+    def propose(
+        self, state: Eagle3State, num_draft_tokens: int, warp: Warp | None, generator: torch.Generator | None
+    ) -> Draft:
+        """Draft a chain of K tokens; see Drafter.propose."""
+        if state.hidden is None:
+            raise ValueError("propose() needs a committed row to draft from: call observe() first")
+        hidden = state.hidden
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        for step in range(num_draft_tokens):
+            if step > 0:
+                position = state.num_committed - 1 + step
+                hidden = self._decode_rows(state, self._fed_back(hidden), tokens[-1], position)
+            logits = self.lm_head(self.norm(hidden))  # (1, Vd)
+            if warp is None:
+                choice = logits.argmax(dim=-1)
+            else:
+                row = warp(logits)
+                choice = torch.multinomial(row, 1, generator=generator)[0]
+                probs.append(row.new_zeros(1, self.shape.vocab_size).index_copy_(1, self.draft_to_target_ids, row))
+            tokens.append(self.draft_to_target_ids[choice])
+        return Draft(tokens=torch.stack(tokens, dim=1), probs=torch.stack(probs, dim=1) if probs else None)
+
+    def _decode_rows(self, state: Eagle3State, hidden: Tensor, next_ids: Tensor, first_position: int) -> Tensor:
+        """Append M rows (M, D) to the state's keys and values; returns their output stream (M, D)."""
+        positions = torch.arange(first_position, first_position + len(next_ids), device=hidden.device)
+
+        def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            return cached_attention(query, *state.kv.append(keys, values))
+
+        output: Tensor = self.midlayer(self._embed(next_ids), hidden, self.rotary.table(positions), attend)
+        return output
+
+    # --- shared ------------------------------------------------------------------------------------------------------
+
+    def _fuse(self, features: TargetFeatures) -> Tensor:
+        """(B, T, A * D) auxiliary states -> (R, D) features."""
+        states = features.aux_hidden_states.flatten(0, 1).to(self.fc.weight.dtype)
+        if self.fc_norm:
+            parts = states.chunk(len(self.fc_norm), dim=-1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        fused: Tensor = self.fc(states)
+        return fused
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        """(R,) ids -> (R, D) embeddings of the target, in the drafter's dtype."""
+        return nn.functional.embedding(ids, self.embed_tokens).to(self.fc.weight.dtype)
+
+    def _fed_back(self, stream: Tensor) -> Tensor:
+        """What the next step reads of this step's output."""
+        normed: Tensor = self.norm(stream) if self.settings.norm_output else stream
+        return normed
+
+    def to_serving(self) -> Servable:
+        """Tensors and facts of serving.md's EAGLE-3 contract; see Drafter.to_serving."""
+        names = dict(self.named_parameters())
+        return Servable(
+            architecture="eagle3",
+            tensors={**names, "draft_to_target_ids": self.draft_to_target_ids},
+            config={
+                "aux_layers": list(self.wants.aux_layers),
+                "fc_norm": self.settings.fc_norm,
+                "norm_output": self.settings.norm_output,
+                "norm_before_residual": self.settings.norm_before_residual,
+                "head_dim": self.midlayer.head_dim,
+            },
+        )
+
+
+class _TTTAttend:
+    """Attention of one unrolled step: remembers this step's keys and values for the next ones."""
+
+    def __init__(self, keys: list[Tensor], values: list[Tensor], spans: Spans) -> None:
+        self.keys, self.values, self.spans = keys, values, spans
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        self.keys.append(keys)
+        self.values.append(values)
+        return ttt_attention(query, self.keys[0], self.values[0], self.keys[1:], self.values[1:], self.spans)
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """Low, middle and high layer of EAGLE-3 as indices into HF `hidden_states`; vLLM's default."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
+@torch.no_grad()
+def copy_target_layer(layer: Eagle3Layer, fc: nn.Linear, source: nn.Module) -> None:
+    """Start the drafter as a copy of one target layer that reads the deepest auxiliary state.
+
+    The embedding half of q, k, v and the shallower columns of fc start at zero: they are learned.
+
+    Raises:
+        ValueError: if `source` has no dense Llama-style attention and feed-forward of the drafter's shape.
+    """
+    theirs = source.state_dict()
+    width = fc.out_features
+    for name, parameter in layer.named_parameters():
+        wanted = {"hidden_norm.weight": "input_layernorm.weight", "input_layernorm.weight": None}.get(name, name)
+        if wanted is None:
+            continue
+        if wanted not in theirs or theirs[wanted].shape[0] != parameter.shape[0]:
+            raise ValueError(
+                f"drafter.init_layer: the target layer has no {wanted} of the drafter's shape; set it to null"
+            )
+        if parameter.dim() == 2 and parameter.shape[1] == 2 * theirs[wanted].shape[1]:
+            parameter[:, :width] = 0
+            parameter[:, width:] = theirs[wanted]
+        else:
+            parameter.copy_(theirs[wanted])
+    fc.weight.zero_()
+    fc.weight[:, -width:].copy_(torch.eye(width))

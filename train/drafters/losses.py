@@ -1,0 +1,199 @@
+"""Distillation losses over the draft vocabulary, computed chunk by chunk from hidden states.
+
+The teacher is the target's distribution p_{j-1} over token x_j, the student the drafter's distribution q. No tensor of
+(tokens x vocabulary) ever exists: labels are taken in chunks, the teacher's part of a chunk is computed once and serves
+every step that predicts these labels, and gradients with respect to hidden states and LM head are formed while the
+chunk's logits are at hand (as Liger Kernel does for cross-entropy), so nothing is recomputed.
+
+Shape letters: R = rows of a chunk, N = labels, D = hidden size, V / Vd = target / draft vocabulary, S = steps.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from train.drafters.rows import ChainLabels
+
+CHUNK_ROWS = 512
+"""Labels per chunk: large enough for efficient matrix products, small enough that R x V stays in the megabytes."""
+
+LossKind = Literal["soft_ce", "kl", "lk_alpha", "lk_lambda"]
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """Which loss, and its constants."""
+
+    kind: LossKind
+    lk_scale: float
+    """s of lk_lambda: weight s * exp(-lk_decay * alpha) of its KL part."""
+    lk_decay: float
+    mask_out_of_vocab: bool
+    """Leave out labels whose argmax over the whole vocabulary the drafter cannot propose (EAGLE-3's own rule)."""
+    step_weights: tuple[float, ...]
+    """(S,) weight of each step's loss."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Where the teacher's distributions come from."""
+
+    hidden: Tensor
+    """(rows, D) after the target's final norm, flattened."""
+    lm_head: Tensor
+    """(V, D)."""
+    draft_head: Tensor
+    """(Vd, D): the rows of lm_head that the drafter can propose."""
+    draft_to_target_ids: Tensor
+    """(Vd,) int64."""
+
+
+@dataclass(frozen=True)
+class TeacherChunk:
+    """The teacher's view of R labels."""
+
+    renormalised: Tensor
+    """(R, Vd) float32: softmax restricted to the draft vocabulary."""
+    probs: Tensor | None
+    """(R, Vd) float32: the same entries of the softmax over the whole vocabulary; None if the loss needs none."""
+    counts: Tensor
+    """(R,) bool: False where the label is masked out of the loss."""
+
+
+def teacher_chunk(teacher: Teacher, rows: Tensor, settings: LossSettings) -> TeacherChunk:
+    """Compute the teacher's distributions at flattened `rows` (R,)."""
+    hidden = teacher.hidden.index_select(0, rows)
+    counts = torch.ones_like(rows, dtype=torch.bool)
+    whole_vocabulary = settings.mask_out_of_vocab or settings.kind in ("lk_alpha", "lk_lambda")
+    if not whole_vocabulary:
+        logits = torch.nn.functional.linear(hidden, teacher.draft_head).float()
+        return TeacherChunk(renormalised=logits.softmax(dim=-1), probs=None, counts=counts)
+    all_logits = torch.nn.functional.linear(hidden, teacher.lm_head).float()  # (R, V)
+    logits = all_logits.index_select(1, teacher.draft_to_target_ids)
+    if settings.mask_out_of_vocab:
+        counts = all_logits.amax(dim=-1) <= logits.amax(dim=-1)
+    mass = (logits.logsumexp(dim=-1) - all_logits.logsumexp(dim=-1)).exp()  # (R,) probability of the draft vocabulary
+    renormalised = logits.softmax(dim=-1)
+    return TeacherChunk(renormalised=renormalised, probs=renormalised * mass[:, None], counts=counts)
+
+
+def loss_and_gradient(draft_logits: Tensor, teacher: TeacherChunk, settings: LossSettings) -> tuple[Tensor, Tensor]:
+    """Loss of each row and its gradient with respect to the draft logits, in closed form.
+
+    With q = softmax(z), p~ the renormalised and p the full teacher probabilities, alpha = sum_v min(p_v, q_v):
+
+        soft_ce    -sum p~ log q                         d/dz = q - p~
+        kl         sum p~ (log p~ - log q)               d/dz = q - p~
+        lk_alpha   -log alpha                            d/dz = -a / alpha,  a = d alpha/dz = q (1[q<p] - sum_{q<p} q)
+        lk_lambda  w kl + (1 - w)(1 - alpha),            d/dz = w (q - p~) - (1 - w) a
+                   w = s exp(-decay alpha), held constant (LK losses, arXiv:2602.23881)
+
+    Args:
+        draft_logits: (R, Vd) float32.
+        teacher: of the same rows.
+        settings: which loss.
+
+    Returns:
+        (R,) losses and (R, Vd) gradients; masked rows are not zeroed here.
+    """
+    log_q = draft_logits.log_softmax(dim=-1)
+    q = log_q.exp()
+    target = teacher.renormalised
+    if settings.kind == "soft_ce":
+        return -(target * log_q).sum(dim=-1), q.sub_(target)
+    kl = (torch.special.xlogy(target, target) - target * log_q).sum(dim=-1)
+    if settings.kind == "kl":
+        return kl, q.sub_(target)
+    assert teacher.probs is not None  # teacher_chunk computes them for the LK losses
+    alpha = torch.minimum(teacher.probs, q).sum(dim=-1).clamp_min(torch.finfo(q.dtype).tiny)
+    below = q * (q < teacher.probs)
+    alpha_gradient = below - q * below.sum(dim=-1, keepdim=True)
+    if settings.kind == "lk_alpha":
+        return -alpha.log(), -alpha_gradient / alpha[:, None]
+    weight = (settings.lk_scale * torch.exp(-settings.lk_decay * alpha)).clamp(max=1)
+    gradient = weight[:, None] * (q - target) - (1 - weight)[:, None] * alpha_gradient
+    return weight * kl + (1 - weight) * (1 - alpha), gradient
+
+
+class _ChunkedDistillation(torch.autograd.Function):
+    """Sum over steps and labels of step_weight * token_weight * loss; see the module's docstring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: Tensor,
+        teacher: Teacher,
+        labels: ChainLabels,
+        token_weights: Tensor,
+        settings: LossSettings,
+        *hidden: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        num_steps = len(hidden)
+        compute_head = head.to(hidden[0].dtype)
+        hidden_gradients = [torch.zeros_like(rows) for rows in hidden]
+        head_gradient = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[0] else None
+        losses = torch.zeros(num_steps, dtype=torch.float32, device=head.device)
+        matches = torch.zeros_like(losses)
+        for start in range(0, len(labels.label), CHUNK_ROWS):
+            label = labels.label[start : start + CHUNK_ROWS]
+            depth = labels.depth[start : start + CHUNK_ROWS]
+            chunk = teacher_chunk(teacher, label - 1, settings)
+            weights = token_weights[label] * chunk.counts  # (R,)
+            best = chunk.renormalised.argmax(dim=-1)
+            for step in range(num_steps):
+                # Rows that this step may not predict keep weight 0: cheaper than gathering the teacher anew.
+                step_weight = torch.where(depth > step, weights, 0)
+                rows = (label - 2 - step).clamp_min(0)
+                student = hidden[step].index_select(0, rows)
+                logits = torch.nn.functional.linear(student, compute_head).float()
+                matches[step] += ((logits.argmax(dim=-1) == best) * step_weight).sum()
+                loss, gradient = loss_and_gradient(logits, chunk, settings)
+                losses[step] += (loss * step_weight).sum()
+                gradient *= (step_weight * settings.step_weights[step])[:, None]
+                gradient = gradient.to(student.dtype)
+                hidden_gradients[step].index_add_(0, rows, gradient @ compute_head)
+                if head_gradient is not None:
+                    head_gradient += gradient.T @ student
+        ctx.save_for_backward(*hidden_gradients, *([] if head_gradient is None else [head_gradient]))
+        ctx.num_steps, ctx.head_dtype = num_steps, head.dtype
+        ctx.mark_non_differentiable(losses, matches)
+        total = (losses * losses.new_tensor(settings.step_weights)).sum()
+        return total, losses, matches
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scale = upstream[0]
+        saved = ctx.saved_tensors
+        hidden_gradients = [gradient * scale.to(gradient.dtype) for gradient in saved[: ctx.num_steps]]
+        head_gradient = (saved[-1] * scale).to(ctx.head_dtype) if len(saved) > ctx.num_steps else None
+        return (head_gradient, None, None, None, None, *hidden_gradients)
+
+
+def chunked_distillation(
+    hidden: list[Tensor],
+    head: Tensor,
+    teacher: Teacher,
+    labels: ChainLabels,
+    token_weights: Tensor,
+    settings: LossSettings,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Distil the teacher into all steps of a chain drafter.
+
+    Args:
+        hidden: S tensors (rows, D), after the drafter's final norm; step k's output at every flattened row.
+        head: (Vd, D), the drafter's LM head.
+        teacher: the target.
+        labels: which rows predict which tokens.
+        token_weights: (rows,) float32, each token's share in the global loss.
+        settings: which loss.
+
+    Returns:
+        total loss (scalar, differentiable with respect to `hidden` and `head`), per-step losses (S,) without step
+        weights, per-step top-1 agreement with the teacher (S,), weighted like the loss.
+    """
+    result: tuple[Tensor, Tensor, Tensor] = _ChunkedDistillation.apply(  # type: ignore[no-untyped-call]
+        head, teacher, labels, token_weights, settings, *hidden
+    )
+    return result

@@ -1,0 +1,184 @@
+"""DeepSpeed around a drafter: the only module that knows about ranks, gradients and optimizer state."""
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import deepspeed
+import deepspeed.comm as dist
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from torch import Tensor
+
+from conf import config
+from data.batch import Batch, TargetFeatures
+from train.drafters.base import Drafter
+from train.optim import OptimConfig, deepspeed_optimizer, schedule_factory
+from train.state_files import load_state, save_state
+
+Precision = Literal["float32", "bfloat16"]
+"""bfloat16: float32 weights and optimizer, bf16 matrix products (autocast)."""
+
+
+@config
+class DeepSpeedConfig:
+    """Values: conf/deepspeed/*.yaml, in DeepSpeed's own keys."""
+
+    zero_optimization: dict[str, Any]
+    """DeepSpeed's section of that name."""
+    zero_force_ds_cpu_optimizer: bool
+    """Offloaded optimizer states need DeepSpeed's compiled CPU Adam; False accepts torch's."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, summed over micro-batches and ranks."""
+
+    loss: float
+    step_losses: list[float]
+    step_matches: list[float]
+    gradient_norm: float
+    """Before clipping."""
+    learning_rate: float
+
+
+def init_distributed() -> tuple[int, int]:
+    """Join the process group that torchrun or the deepspeed launcher describes, or make one of a single rank.
+
+    Returns:
+        rank, world size.
+    """
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update(alone)
+    os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if not dist.is_initialized():
+        # Without this DeepSpeed compiles a shared-memory all-reduce for CPUs at first use, for minutes; gloo does it.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    return dist.get_rank(), dist.get_world_size()
+
+
+class Engine:
+    """Trains one drafter. Every rank calls every method."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        optim: OptimConfig,
+        zero: DeepSpeedConfig,
+        precision: Precision,
+        accumulation_steps: int,
+        total_steps: int,
+    ) -> None:
+        self.drafter = drafter
+        self.accumulation_steps = accumulation_steps
+        self.world_size = dist.get_world_size()
+        settings = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": accumulation_steps,
+            "gradient_clipping": optim.clip,
+            "optimizer": deepspeed_optimizer(optim),
+            "zero_optimization": zero.zero_optimization,
+            "zero_force_ds_cpu_optimizer": zero.zero_force_ds_cpu_optimizer,
+            "torch_autocast": {"enabled": precision == "bfloat16", "dtype": "bfloat16"},
+            "steps_per_print": 2**31,
+        }
+        parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+        self._engine, _, _, _ = deepspeed.initialize(
+            model=drafter,
+            model_parameters=parameters,
+            config=settings,
+            lr_scheduler=schedule_factory(optim, total_steps),
+        )
+        self._engine.checkpoint_engine = _SafetensorsCheckpoints()
+
+    def step(self, micro_batches: Sequence[tuple[Batch, TargetFeatures]]) -> StepResult:
+        """One optimizer step over this rank's micro-batches of a global batch.
+
+        The global loss is the *sum* of all micro-batches' losses (`token_weights` carry the normalisation), so the
+        averages that DeepSpeed takes over accumulation and ranks are undone.
+        """
+        if len(micro_batches) != self.accumulation_steps:
+            raise ValueError(f"expected {self.accumulation_steps} micro-batches, got {len(micro_batches)}")
+        sums: Tensor | None = None
+        self._engine.train()
+        for batch, features in micro_batches:
+            result = self._engine(batch, features)
+            self._engine.backward(result.loss * self.world_size * self.accumulation_steps)
+            self._engine.step()
+            row = torch.cat([result.loss.detach().reshape(1).float(), result.step_losses, result.step_matches])
+            sums = row if sums is None else sums + row
+        assert sums is not None  # accumulation_steps >= 1
+        dist.all_reduce(sums)
+        steps = (len(sums) - 1) // 2
+        values = sums.tolist()
+        return StepResult(
+            loss=values[0],
+            step_losses=values[1 : steps + 1],
+            step_matches=values[steps + 1 :],
+            gradient_norm=float(self._engine.get_global_grad_norm() or 0.0),
+            learning_rate=float(self._engine.get_lr()[-1]),
+        )
+
+    def weights(self) -> dict[str, Tensor]:
+        """The drafter's full state on the CPU (gathered from all ranks under ZeRO-3)."""
+        with deepspeed.zero.GatheredParameters(list(self.drafter.parameters())):
+            return {name: tensor.detach().cpu().clone() for name, tensor in self.drafter.state_dict().items()}
+
+    def save(self, folder: Path) -> None:
+        """Write optimizer, schedule and (partitioned) weights below `folder`, one file per rank and part."""
+        self._engine.save_checkpoint(str(folder), tag="engine", save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote; the same number of ranks and ZeRO stage are needed.
+
+        Raises:
+            InputError: if a file is missing or damaged.
+        """
+        self._engine.load_checkpoint(str(folder), tag="engine")
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier()
+
+
+class _SafetensorsCheckpoints(CheckpointEngine):  # type: ignore[misc]
+    """DeepSpeed's checkpoint files as safetensors instead of pickles."""
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """Nothing to prepare."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write one of DeepSpeed's state dicts."""
+        save_state(_replace(state_dict, LossScaler, lambda scaler: ("LossScaler", scaler.cur_scale)), Path(path))
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read one of DeepSpeed's state dicts."""
+        state = load_state(Path(path))
+        return _replace(state, tuple, lambda pair: LossScaler(pair[1]) if pair[:1] == ("LossScaler",) else pair)
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """Naming the finished checkpoint is the caller's part (train/checkpoint.py)."""
+        return True
+
+
+def _replace(node: Any, kind: type, convert: Any) -> Any:
+    """`node` with every instance of `kind` inside dicts and lists converted."""
+    if isinstance(node, kind):
+        return convert(node)
+    if isinstance(node, dict):
+        return type(node)((key, _replace(entry, kind, convert)) for key, entry in node.items())
+    if isinstance(node, list):
+        return [_replace(entry, kind, convert) for entry in node]
+    return node

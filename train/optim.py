@@ -1,0 +1,73 @@
+"""Optimizer and learning-rate schedule, in DeepSpeed's and transformers' own terms."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from pydantic import Field
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
+
+from conf import config
+
+
+@config
+class OptimConfig:
+    """Values: conf/optim/*.yaml."""
+
+    name: Literal["adamw", "muon"]
+    """muon: DeepSpeed's Muon for the matrices, AdamW for norms and LM head."""
+    lr: float = Field(gt=0)
+    """Peak learning rate of AdamW's parameters."""
+    muon_lr: float = Field(gt=0)
+    """Peak learning rate of Muon's matrices; unused by adamw."""
+    momentum: float = Field(ge=0, lt=1)
+    """Of Muon."""
+    betas: tuple[float, float]
+    eps: float = Field(gt=0)
+    weight_decay: float = Field(ge=0)
+    schedule: Literal["cosine", "wsd", "constant"]
+    """wsd: warm-up, stable, then linear decay over the last `decay_ratio` of the steps."""
+    warmup_ratio: float = Field(ge=0, le=1)
+    """Share of all steps with a linearly rising learning rate."""
+    decay_ratio: float = Field(ge=0, le=1)
+    """Only for wsd."""
+    clip: float = Field(ge=0)
+    """Largest norm of the global gradient; 0 does not clip."""
+
+
+def deepspeed_optimizer(optim: OptimConfig) -> dict[str, Any]:
+    """The `optimizer` section of a DeepSpeed config."""
+    # torch_adam: DeepSpeed's own AdamW would be compiled at first use.
+    adam = {"betas": list(optim.betas), "eps": optim.eps, "weight_decay": optim.weight_decay, "torch_adam": True}
+    if optim.name == "adamw":
+        return {"type": "AdamW", "params": {"lr": optim.lr, **adam}}
+    return {
+        "type": "Muon",
+        "params": {
+            "lr": optim.lr,
+            "muon_lr": optim.muon_lr,
+            "adam_lr": optim.lr,
+            "momentum": optim.momentum,
+            "ns_method": "standard",
+            **adam,
+        },
+    }
+
+
+def schedule_factory(optim: OptimConfig, total_steps: int) -> Callable[[Optimizer], LRScheduler]:
+    """A function from optimizer to its schedule over `total_steps` optimizer steps."""
+    warmup = round(optim.warmup_ratio * total_steps)
+    names = {"cosine": "cosine", "wsd": "warmup_stable_decay", "constant": "constant_with_warmup"}
+    extra = {}
+    if optim.schedule == "wsd":
+        decay = round(optim.decay_ratio * total_steps)
+        extra = {"num_decay_steps": decay, "decay_type": "linear", "warmup_type": "linear"}
+
+    def make(optimizer: Optimizer) -> LRScheduler:
+        scheduler: LRScheduler = get_scheduler(
+            names[optim.schedule], optimizer, warmup, total_steps, scheduler_specific_kwargs=extra
+        )
+        return scheduler
+
+    return make

@@ -1,0 +1,64 @@
+"""Experiment tracking: the only module that knows Weights & Biases."""
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import wandb
+
+from conf import config
+
+
+@config
+class TrackerConfig:
+    """Values: conf/tracker/*.yaml."""
+
+    name: Literal["wandb", "none"]
+    project: str
+    """W&B project; unused by none."""
+
+
+class Tracker:
+    """Sends metrics to W&B: online with a key (WANDB_API_KEY or `wandb login`), else into an offline run folder."""
+
+    def __init__(self, tracker: TrackerConfig, run_name: str, folder: Path, settings: dict[str, Any]) -> None:
+        """Start the run.
+
+        Args:
+            tracker: where to.
+            run_name: shown in W&B; a resumed run continues the one of this name.
+            folder: offline runs are written below it.
+            settings: the resolved configuration.
+        """
+        self._run: Any = None
+        if tracker.name == "none":
+            return
+        online = wandb.api.api_key is not None and os.environ.get("WANDB_MODE") not in ("offline", "disabled")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=tracker.project,
+            name=run_name,
+            id=run_name,
+            resume="allow",
+            dir=folder,
+            config=settings,
+            mode="online" if online else "offline",
+            settings=wandb.Settings(silent=True),
+        )
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """Send `metrics`; lists become one series per position (`loss/step` -> loss/step_0, ...)."""
+        if self._run is None:
+            return
+        flat: dict[str, Any] = {}
+        for key, value in metrics.items():
+            if isinstance(value, list):
+                flat.update({f"{key}_{position}": entry for position, entry in enumerate(value)})
+            else:
+                flat[key] = value
+        self._run.log(flat, step=step)
+
+    def finish(self) -> None:
+        """End the run."""
+        if self._run is not None:
+            self._run.finish()
