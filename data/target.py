@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from conf import InputError, config
-from data import wheel_target
-from data.batch import PADDING, Batch, TargetFeatures, TargetParts, Wants
+from data import attention, wheel_target
+from data.batch import Batch, TargetFeatures, TargetParts, Wants
 
 
 @config
@@ -84,7 +85,7 @@ class Target:
         dtype = dtype or getattr(torch, target_config.dtype)
         revision, remote = target_config.revision, target_config.trust_remote_code
         self.model = AutoModelForCausalLM.from_pretrained(
-            self.folder, revision=revision, dtype=dtype, trust_remote_code=remote
+            self.folder, revision=revision, dtype=dtype, trust_remote_code=remote, attn_implementation=attention.NAME
         )
         self.model.requires_grad_(False).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder, revision=revision, trust_remote_code=remote)
@@ -152,15 +153,26 @@ class Target:
         """Run the target over packed documents and keep the wanted hidden states; no logits are computed.
 
         Returns:
-            Features of (B, T) rows in the target's dtype. Documents do not see each other: transformers reads the
-            document borders from `position_ids`, which restart at 0.
+            Features of (B, T) rows in the target's dtype; those of padding are arbitrary.
         """
-        # Padding counts up from 0 like one more document; nothing reads its rows.
-        padding = batch.document_ids == PADDING
-        positions = torch.where(padding, padding.cumsum(dim=1) - 1, batch.position_ids)
+        shape = batch.input_ids.shape
+        # All packs end to end: document borders are all that separates them, padding included.
+        borders = _borders(batch)
+        positions = torch.cat([torch.arange(b - a) for a, b in pairwise(borders)]).to(batch.input_ids.device)
+        lengths = torch.tensor(borders)
         with self._hooks(wants.aux_layers):
-            output = self._decoder(input_ids=batch.input_ids, position_ids=positions, use_cache=False)
-        return self._features(output.last_hidden_state, wants)
+            output = self._decoder(
+                input_ids=batch.input_ids.view(1, -1),
+                position_ids=positions[None],
+                use_cache=False,
+                cu_seq_lens_q=lengths,
+            )
+        features = self._features(output.last_hidden_state, wants)
+        last = features.last_hidden_state
+        return TargetFeatures(
+            aux_hidden_states=features.aux_hidden_states.view(*shape, -1),
+            last_hidden_state=None if last is None else last.view(*shape, -1),
+        )
 
     def new_cache(self) -> DynamicCache:
         """An empty KV cache for `step`; `cache.crop(-n)` forgets the last n tokens."""
@@ -253,6 +265,12 @@ def resolve_path(target_config: TargetConfig) -> str:
             "name a downloaded model folder with target.path=FOLDER"
         ) from error
     return path
+
+
+def _borders(batch: Batch) -> list[int]:
+    """Ascending row numbers that separate documents, and stretches of padding, in the flattened (B * T) rows."""
+    rows = batch.input_ids.numel()
+    return sorted({0, rows, *(border for span in batch.document_spans() for border in span)})
 
 
 def _find_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:

@@ -132,6 +132,7 @@ def summarise(job: EvalJob, decoded: Sequence[Decoded]) -> dict[str, Any]:
         "joint_rates": acceptance.joint_rates,
         "conditional_rates": acceptance.conditional_rates,
         "num_draft_tokens": job.num_draft_tokens,
+        "max_tokens": job.max_tokens,
         "num_rounds": len(acceptance.num_accepted),
         "generated_tokens": sum(len(entry.speculative.tokens) for entry in decoded),
         "temperature": job.sampling.temperature,
@@ -190,6 +191,7 @@ def _decode_tokens(generation: Generation) -> int:
 
 def _rounds(entry: Decoded) -> dict[str, Any]:
     return {
+        "prompt": entry.prompt.input_ids,
         "tokens": entry.speculative.tokens,
         "num_accepted": [turn.num_accepted for turn in entry.speculative.rounds],
     }

@@ -16,6 +16,9 @@ from conf.records import provenance, write_json, write_text
 from serve_export import card, check, contract, to_vllm
 from train.checkpoint import load_drafter
 
+RECORD = "export.json"
+"""Marks a folder as an export of ours."""
+
 
 @config
 class StackConfig:
@@ -66,7 +69,14 @@ def run(composed: DictConfig) -> None:
         write_text(folder / "README.md", card.card(loaded, evaluation, command))
         contract.verify_folder(folder, loaded.target.hf_config)
         difference = check.compare_logits(loaded, folder, job.num_draft_tokens)
-        write_json(folder / "provenance.json", {"checkpoint": str(loaded.folder), **provenance()})
+        record = {
+            "checkpoint": str(loaded.folder),
+            "export_dir": str(final),
+            "serve_command": command,
+            "num_draft_tokens": job.num_draft_tokens,
+            "logits_difference": difference,
+        }
+        write_json(folder / RECORD, {**record, "provenance": provenance()})
         _put_in_place(folder, final)
     _print(
         {
@@ -83,7 +93,7 @@ def run(composed: DictConfig) -> None:
 def _put_in_place(folder: Path, final: Path) -> None:
     """Rename; an earlier export of the same name is replaced, anything else there is left alone."""
     if final.exists():
-        if not (final / "provenance.json").is_file():
+        if not (final / RECORD).is_file():
             raise InputError(f"{final} exists and is no export of ours: choose another output_dir=")
         old = final.with_name(f".old-{final.name}")
         shutil.rmtree(old, ignore_errors=True)

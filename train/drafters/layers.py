@@ -44,15 +44,18 @@ def llama_shape(target: PretrainedConfig) -> LlamaConfig:
     )
 
 
-class Rotary(nn.Module):
-    """Rotary position embedding with the target's base and scaling (all of transformers' rope types)."""
+class Rotary:
+    """Rotary position embedding with the target's base and scaling (all of transformers' rope types).
+
+    No nn.Module on purpose: `drafter.to(torch.bfloat16)` must not round the frequencies.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
         self.embedding = LlamaRotaryEmbedding(config)
 
     def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of `positions` (R,), each (1, R, E) float32."""
+        self.embedding.to(positions.device)
         reference = torch.empty(0, dtype=torch.float32, device=positions.device)
         cos, sin = self.embedding(reference, positions[None])
         return cos, sin

