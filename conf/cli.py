@@ -132,7 +132,8 @@ def rebuild(section: DictConfig, allowed: tuple[str, ...]) -> Any:
 
 def _unknown_choice(wanted: str, options: Sequence[str]) -> str:
     group, _, choice = wanted.rpartition("/")
-    return f"unknown {group or 'config'} {choice!r}{_nearest(choice, options)}; choices: {', '.join(sorted(options))}"
+    known = ", ".join(sorted(options))
+    return f"unknown {group or 'config'} {choice!r}{_nearest(choice, options)} (choices: {known})"
 
 
 def _unknown_key(error: ConfigCompositionException, defaults: DictConfig) -> str:
@@ -149,7 +150,7 @@ def _unknown_key(error: ConfigCompositionException, defaults: DictConfig) -> str
 
 def _nearest(name: str, valid: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    return f", did you mean {close[0]!r}?" if close else ""
+    return f": did you mean {close[0]!r}?" if close else ""
 
 
 def _flat_keys(node: Any, prefix: str = "") -> list[str]:

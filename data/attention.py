@@ -42,6 +42,8 @@ def packed_attention(
     Returns:
         (1, R, H, E) and None, as transformers expects.
     """
+    if passed_on.get("softcap") is not None:
+        raise ValueError("attention with soft-capped scores is not supported: this kernel would leave the cap out")
     spans = [] if cu_seq_lens_q is None else cu_seq_lens_q.tolist()
     longest = max((end - start for start, end in pairwise(spans)), default=0)
     if cu_seq_lens_q is None or (sliding_window is not None and longest > sliding_window):

@@ -34,6 +34,8 @@ class Conversation:
     source: str
     cut: bool
     """The last answer was cut at the token limit: it has no end-of-turn token of the target's own."""
+    tools: list[dict[str, Any]] | None = None
+    """Tool definitions, handed to the chat template."""
 
 
 def read_conversations(corpus: CorpusConfig, require_answer: bool = True) -> list[Conversation]:
@@ -50,7 +52,7 @@ def read_conversations(corpus: CorpusConfig, require_answer: bool = True) -> lis
     if not path.is_file():
         raise InputError(f"corpus file {path} does not exist: give a jsonl file of conversations with corpus.path=FILE")
     conversations: list[Conversation] = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if corpus.max_conversations is not None and len(conversations) == corpus.max_conversations:
                 break
@@ -68,9 +70,11 @@ def sample_path(path: str) -> Path:
     return Path(path).expanduser()
 
 
-def _parse(line: str, source: str, require_answer: bool) -> Conversation:
+def _parse(line: bytes, source: str, require_answer: bool) -> Conversation:
     try:
         row = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{source}: not UTF-8 ({error.reason} at byte {error.start})") from error
     except json.JSONDecodeError as error:
         raise InputError(f"{source}: invalid JSON ({error.msg} at column {error.colno})") from error
     messages = row.get("messages") if isinstance(row, dict) else None
@@ -84,4 +88,6 @@ def _parse(line: str, source: str, require_answer: bool) -> Conversation:
             raise InputError(f"{source}: message {index} ({message['role']}) has no text in `content`")
     if require_answer and not any(message["role"] == "assistant" for message in messages):
         raise InputError(f"{source}: the conversation has no assistant message, so there is no answer to learn from")
-    return Conversation(messages=messages, source=source, cut=row.get("finish_reason") == "length")
+    return Conversation(
+        messages=messages, source=source, cut=row.get("finish_reason") == "length", tools=row.get("tools")
+    )

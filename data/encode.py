@@ -51,7 +51,7 @@ class Encoder:
 
     def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
         """Token ids of the conversation so far and the generation prompt: what serving starts from."""
-        return self._tokens(self._render(messages, add_generation_prompt=True))
+        return self._tokens(self._render(messages, add_generation_prompt=True, tools=None))
 
     def encode(self, conversation: Conversation) -> list[Document]:
         """One document, or one per answer where the template rewrites history (e.g. drops earlier thinking).
@@ -89,8 +89,9 @@ class Encoder:
                 raise InputError(
                     f"{conversation.source}: the conversation starts with an answer; a prompt must precede"
                 )
-            prompt = self._render(conversation.messages[:index], add_generation_prompt=True)
-            whole = self._render(conversation.messages[: index + 1], add_generation_prompt=False)
+            before, after = conversation.messages[:index], conversation.messages[: index + 1]
+            prompt = self._render(before, add_generation_prompt=True, tools=conversation.tools)
+            whole = self._render(after, add_generation_prompt=False, tools=conversation.tools)
             if not whole.startswith(prompt):
                 raise InputError(
                     f"{conversation.source}: the chat template does not continue its own generation prompt at message "
@@ -121,9 +122,11 @@ class Encoder:
             )
         return Document(input_ids=ids, loss_mask=mask, source=source)
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def _render(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool, tools: list[dict[str, Any]] | None
+    ) -> str:
         text: str = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self.template_kwargs
+            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **self.template_kwargs
         )
         return text
 

@@ -55,15 +55,19 @@ class TrainingStream:
         """
         self.documents = documents
         self.data = data
-        lengths = [len(document) for document in documents]
+        self.repeats_documents = epochs > 1
+        self.first_epoch = self._epoch(seed, 0)
         self._plan: list[list[int]] = []
         for epoch in range(math.ceil(epochs)):
-            packs = pack_documents(lengths, data.pack_tokens, seed, epoch)
-            if not data.packing:
-                packs = [[document] for pack in packs for document in pack]
+            packs = self._epoch(seed, epoch)
             share = min(1.0, epochs - epoch)
             self._plan += packs[: max(1, round(share * len(packs)))]
         self.total_steps = math.ceil(len(self._plan) / data.global_batch_packs)
+
+    def _epoch(self, seed: int, epoch: int) -> list[list[int]]:
+        lengths = [len(document) for document in self.documents]
+        packs = pack_documents(lengths, self.data.pack_tokens, seed, epoch)
+        return packs if self.data.packing else [[document] for pack in packs for document in pack]
 
     def accumulation_steps(self, world_size: int) -> int:
         """Micro-batches per rank and optimizer step.

@@ -15,6 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.utils import logging as transformers_logging
 
 from conf import InputError, config
 from data import attention, wheel_target
@@ -81,12 +82,20 @@ class Target:
             InputError: if the model cannot be found, or computes its logits from more than `lm_head`.
         """
         self.target_config = target_config
+        transformers_logging.disable_progress_bar()  # jobs have progress reports of their own
         self.folder = resolve_path(target_config)
         dtype = dtype or getattr(torch, target_config.dtype)
         revision, remote = target_config.revision, target_config.trust_remote_code
-        self.model = AutoModelForCausalLM.from_pretrained(
-            self.folder, revision=revision, dtype=dtype, trust_remote_code=remote, attn_implementation=attention.NAME
-        )
+        try:
+            self.model = AutoModelForCausalLM.from_pretrained(
+                self.folder,
+                revision=revision,
+                dtype=dtype,
+                trust_remote_code=remote,
+                attn_implementation=attention.NAME,
+            )
+        except ValueError as error:  # an architecture without a plain attention path, or no causal LM at all
+            raise InputError(f"target {target_config.name} cannot be loaded: {error}") from error
         self.model.requires_grad_(False).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder, revision=revision, trust_remote_code=remote)
         self.hf_config = self.model.config.get_text_config()
@@ -233,6 +242,12 @@ class Target:
 
     def _require_plain_head(self) -> None:
         """Refuse targets that scale or cap their logits: the teacher would be silently wrong."""
+        for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+            if getattr(self.hf_config, key, None) not in (None, 1, 1.0):
+                raise InputError(
+                    f"{type(self.model).__name__} computes logits from more than its lm_head ({key}), "
+                    "which is not supported yet"
+                )
         probe = torch.tensor([[0, 1]], device=self.device)
         with torch.inference_mode():
             whole = self.model(input_ids=probe, use_cache=False).logits

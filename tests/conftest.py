@@ -1,6 +1,10 @@
 """Tiny targets and drafters, made here and now: nothing is downloaded."""
 
 import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before any import of transformers: it reads this once
+os.environ["WANDB_MODE"] = "offline"
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +14,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["WANDB_MODE"] = "offline"
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

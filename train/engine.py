@@ -62,9 +62,12 @@ def init_distributed() -> tuple[int, int]:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if not dist.is_initialized():
-        # Without this DeepSpeed compiles a shared-memory all-reduce for CPUs at first use, for minutes; gloo does it.
+    if not torch.cuda.is_available():
+        # Compilers would run for minutes at first use, for little: gloo reduces well enough without DeepSpeed's
+        # shared-memory extension, and Muon's few matrix products run as fast eagerly.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        torch.compiler.set_stance("force_eager")
+    if not dist.is_initialized():
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     return dist.get_rank(), dist.get_world_size()
 
@@ -116,6 +119,7 @@ class Engine:
         for batch, features in micro_batches:
             result = self._engine(batch, features)
             self._engine.backward(result.loss * self.world_size * self.accumulation_steps)
+            gradient_norm = self._unpartitioned_gradient_norm()
             self._engine.step()
             row = torch.cat([result.loss.detach().reshape(1).float(), result.step_losses, result.step_matches])
             sums = row if sums is None else sums + row
@@ -127,9 +131,16 @@ class Engine:
             loss=values[0],
             step_losses=values[1 : steps + 1],
             step_matches=values[steps + 1 :],
-            gradient_norm=float(self._engine.get_global_grad_norm() or 0.0),
+            gradient_norm=float(gradient_norm if gradient_norm is not None else self._engine.get_global_grad_norm()),
             learning_rate=float(self._engine.get_lr()[-1]),
         )
+
+    def _unpartitioned_gradient_norm(self) -> Tensor | None:
+        """Norm before clipping where every rank holds all gradients; None under ZeRO, which reports it after a step."""
+        if self._engine.zero_optimization_stage() > 0:
+            return None
+        gradients = [parameter.grad for parameter in self.drafter.parameters() if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
 
     def weights(self) -> dict[str, Tensor]:
         """The drafter's full state on the CPU (gathered from all ranks under ZeRO-3)."""

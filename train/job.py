@@ -69,6 +69,7 @@ def run(composed: DictConfig) -> None:
     Raises:
         InputError: for anything that the user can mend.
     """
+    started = time.monotonic()
     job: TrainJob = build(composed)
     rank, world_size = init_distributed()
     if job.num_threads is not None:
@@ -77,7 +78,7 @@ def run(composed: DictConfig) -> None:
     corpus = prepare(target, job.corpus, job.data.max_tokens, job.validation_conversations, job.seed)
     drafter = build_drafter(job, target, corpus)
     previous_run(Path(job.output_dir), composed, job.resume, target.identity(), rank)
-    Trainer(job, target, corpus, drafter, rank, world_size).train(OmegaConf.to_yaml(composed))
+    Trainer(job, target, corpus, drafter, rank, world_size).train(OmegaConf.to_yaml(composed), started)
 
 
 def build_drafter(job: TrainJob, target: Target, corpus: PreparedCorpus) -> Drafter:
@@ -112,16 +113,15 @@ class Trainer:
         self.rank, self.world_size = rank, world_size
         self.folder = Path(job.output_dir)
         self.stream = TrainingStream(corpus.train, job.data, job.seed, job.epochs)
-        self.store = FeatureStore(target, drafter.wants, job.data.feature_cache_gib)
+        self.store = FeatureStore(target, drafter.wants, self.stream)
         self.validation = Validation(target, drafter.wants, corpus.validation_prompts, job.validation_tokens)
         accumulation = self.stream.accumulation_steps(world_size)
         total = self.stream.total_steps
         self.engine = Engine(drafter, job.optim, job.deepspeed, job.precision, accumulation, total)
         self.writer = CheckpointWriter(self.folder, job.keep_checkpoints, rank == 0, self.engine.barrier)
 
-    def train(self, config_yaml: str) -> None:
-        """Run from the last checkpoint, or the start, to the end."""
-        started = time.monotonic()
+    def train(self, config_yaml: str, started: float) -> None:
+        """Run from the last checkpoint, or the start, to the end; `started` (monotonic) is when the job began."""
         done = self._resume()
         total = self.stream.total_steps
         if self.rank == 0:
@@ -174,7 +174,13 @@ class Trainer:
         folder = latest_checkpoint(self.folder)
         if folder is None:
             return 0
+        vocabulary = self.drafter.draft_to_target_ids.clone()
         self.engine.load(folder)
+        if not torch.equal(vocabulary, self.drafter.draft_to_target_ids):
+            raise InputError(
+                f"the corpus gives another draft vocabulary than the run in {self.folder}: its file has changed; "
+                "choose another run_name=, or resume=never to start anew"
+            )
         return int(folder.name.removeprefix("step-"))
 
     def _checkpoint(self, step: int, acceptance_length: float | None, config_yaml: str) -> None:

@@ -1,12 +1,14 @@
 """Experiment tracking: the only module that knows Weights & Biases."""
 
 import os
+import uuid
 from pathlib import Path
 from typing import Any, Literal
 
 import wandb
 
 from conf import config
+from conf.records import write_text
 
 
 @config
@@ -26,19 +28,21 @@ class Tracker:
 
         Args:
             tracker: where to.
-            run_name: shown in W&B; a resumed run continues the one of this name.
-            folder: offline runs are written below it.
+            run_name: shown in W&B.
+            folder: of the job; offline runs are written below it, and a resumed job continues its own run.
             settings: the resolved configuration.
         """
         self._run: Any = None
         if tracker.name == "none":
             return
         online = wandb.api.api_key is not None and os.environ.get("WANDB_MODE") not in ("offline", "disabled")
-        folder.mkdir(parents=True, exist_ok=True)
+        identity = folder / "tracker_id"  # moved aside with the folder: a run started anew is a new one in W&B too
+        if not identity.exists():
+            write_text(identity, uuid.uuid4().hex)
         self._run = wandb.init(
             project=tracker.project,
             name=run_name,
-            id=run_name,
+            id=identity.read_text(encoding="utf-8"),
             resume="allow",
             dir=folder,
             config=settings,

@@ -58,7 +58,6 @@ def test_missing_file_is_refused(tmp_path):
         read_conversations(missing)
 
 
-@pytest.mark.xfail(raises=UnicodeDecodeError, strict=True, reason="read_conversations lets UnicodeDecodeError through")
 def test_bytes_that_are_no_utf8_are_refused(tmp_path):
     corpus = corpus_of(tmp_path, GOOD)
     (tmp_path / "chat.jsonl").write_bytes(GOOD.encode() + b"\n" + GOOD.replace("Why", "Caf\xe9").encode("latin-1"))

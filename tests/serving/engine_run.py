@@ -1,4 +1,4 @@
-"""Serve one head with real vLLM and count. Runs in vLLM's own environment: `python engine_run.py request.json out.json`.
+"""Serve one head with real vLLM and count. Runs in vLLM's own environment: `python engine_run.py ASK.json OUT.json`.
 
 Request: {"target", "draft" (null: no speculation), "prompts" (token ids), "num_draft_tokens", "max_tokens", "dtype"}.
 """

@@ -1,6 +1,6 @@
 """Tiny training runs, as many as the tests want, for the price of one import of DeepSpeed.
 
-`launcher` keeps a process that has imported everything and computed nothing; each command is run in a fork of it, with
+`launcher` keeps a process that has imported everything and computed nothing; each command runs in a fork of it, with
 its own arguments, working directory, ranks and end. To the command it looks like `python -m train ...` (or what
 torchrun starts): `__main__` runs, exit codes are real, and a SIGKILL kills.
 """
@@ -8,12 +8,14 @@ torchrun starts): `__main__` runs, exit codes are real, and a SIGKILL kills.
 import functools
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,17 @@ def environment() -> dict[str, str]:
     """This process's environment without what would tie a command to it."""
     kept = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
+
+
+def command(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command line in a process of its own; `python` is this interpreter."""
+    cwd.mkdir(parents=True, exist_ok=True)
+    program = sys.executable if argv[0] == "python" else str(Path(sys.executable).with_name(argv[0]))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        [program, *argv[1:]], cwd=cwd, env=environment() | {"PATH": path}, capture_output=True, text=True, check=False,
+        timeout=180,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,7 @@ class Finished:
 
 
 class Launcher:
-    """Runs commands in forks of one process."""
+    """Runs commands in forks of one process; that process ends with this one."""
 
     def __init__(self) -> None:
         start = f"import runpy; runpy.run_path({__file__!r})['serve']()"
@@ -87,10 +100,6 @@ class Launcher:
             assert line, "the launcher's process ended"
         return Finished(**json.loads(line))
 
-    def close(self) -> None:
-        """End the process."""
-        self._process.communicate(timeout=30)
-
 
 @functools.cache
 def shared_launcher() -> Launcher:
@@ -100,6 +109,12 @@ def shared_launcher() -> Launcher:
 
 def serve() -> None:
     """The launcher's process: read requests, fork, answer. Nothing is computed here, so that forking is safe."""
+    import torch._dynamo
+    import transformers.models.llama.modeling_llama
+    import transformers.models.qwen3.modeling_qwen3
+
+    import eval.job
+    import serve_export.job
     import train.job  # noqa: F401
 
     for line in sys.stdin:
@@ -107,21 +122,21 @@ def serve() -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
-        log = Path(request["cwd"])
-        pids = [_fork(request, rank, port, log) for rank in range(request["ranks"])]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        out, err = (log.joinpath(f".{name}-0").read_text(errors="replace") for name in ("out", "err"))
+        with tempfile.TemporaryDirectory() as logs:
+            pids = [_fork(request, rank, port, Path(logs)) for rank in range(request["ranks"])]
+            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+            out, err = (Path(logs, f"{name}-0").read_text(errors="replace") for name in ("out", "err"))
         print(json.dumps({"codes": codes, "out": out, "err": err}), flush=True)
 
 
-def _fork(request: dict[str, Any], rank: int, port: str, log: Path) -> int:
+def _fork(request: dict[str, Any], rank: int, port: str, logs: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
         for number, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(log / f".{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+            os.dup2(os.open(logs / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         os.chdir(request["cwd"])
         if request["ranks"] > 1:
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"], "MASTER_PORT": port}
@@ -143,8 +158,6 @@ def _fork(request: dict[str, Any], rank: int, port: str, log: Path) -> int:
 
 def _kill_at(function: str, count: int) -> None:
     """Replace `function` (dotted) by one that SIGKILLs this process at call `count` (1-based)."""
-    import pkgutil
-
     owner_name, _, name = function.rpartition(".")
     owner = pkgutil.resolve_name(owner_name)
     original = getattr(owner, name)
@@ -182,10 +195,9 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.fixture(scope="session")
-def launcher() -> Iterator[Launcher]:
+def launcher() -> Launcher:
     """launcher(module, argv, cwd, ranks, kill) -> Finished."""
-    yield shared_launcher()
-    shared_launcher().close()
+    return shared_launcher()
 
 
 @pytest.fixture(scope="session")

@@ -8,32 +8,19 @@
 Which row reads what is in `train.drafters.rows`. Shape letters as in `train.drafters.base`; R = flattened rows B * T.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from transformers import LlamaConfig
 
 from conf import config
 from data.batch import Batch, TargetFeatures, TargetParts, Wants
 from train.drafters.base import Draft, Drafter, DrafterConfig, DraftLoss, Servable, Warp
-from train.drafters.layers import (
-    GrowingKV,
-    Rotary,
-    Spans,
-    cached_attention,
-    feed_forward,
-    llama_shape,
-    rotate,
-    ttt_attention,
-)
+from train.drafters.eagle_layer import EagleLayer, copy_target_layer, default_aux_layers
+from train.drafters.layers import GrowingKV, Rotary, Spans, cached_attention, llama_shape, ttt_attention
 from train.drafters.losses import LossKind, LossSettings, Teacher, chunked_distillation
 from train.drafters.rows import chain_labels, shifted_ids
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""query (H, R, E), keys (G, R, E), values (G, R, E) of the rows at hand -> (H, R, E)."""
 
 
 @config
@@ -76,45 +63,6 @@ class Eagle3Config(DrafterConfig):
         return Eagle3(self, target, draft_to_target_ids)
 
 
-class Eagle3Layer(nn.Module):
-    """The drafter's decoder layer. Names as engines know them (`midlayer.*`)."""
-
-    def __init__(self, shape: LlamaConfig, norm_before_residual: bool) -> None:
-        super().__init__()
-        self.num_heads, self.num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-        self.head_dim: int = shape.head_dim
-        self.norm_before_residual = norm_before_residual
-        width, eps = shape.hidden_size, shape.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(width, eps)
-        self.hidden_norm = nn.RMSNorm(width, eps)
-        self.self_attn = nn.ModuleDict(
-            {
-                "q_proj": nn.Linear(2 * width, self.num_heads * self.head_dim, bias=False),
-                "k_proj": nn.Linear(2 * width, self.num_kv_heads * self.head_dim, bias=False),
-                "v_proj": nn.Linear(2 * width, self.num_kv_heads * self.head_dim, bias=False),
-                "o_proj": nn.Linear(self.num_heads * self.head_dim, width, bias=False),
-            }
-        )
-        self.post_attention_layernorm = nn.RMSNorm(width, eps)
-        self.mlp = feed_forward(shape)
-
-    def forward(self, embeds: Tensor, hidden: Tensor, table: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """(R, D) token embeddings and features -> (R, D) output stream, before the final norm."""
-        feature = self.hidden_norm(hidden)
-        both = torch.cat([self.input_layernorm(embeds), feature], dim=-1)  # (R, 2D): embedding first
-        query = rotate(self._heads(self.self_attn["q_proj"](both), self.num_heads), table)
-        keys = rotate(self._heads(self.self_attn["k_proj"](both), self.num_kv_heads), table)
-        values = self._heads(self.self_attn["v_proj"](both), self.num_kv_heads)
-        mixed = attend(query, keys, values).transpose(0, 1).flatten(1)  # (R, H * E)
-        residual = feature if self.norm_before_residual else hidden
-        stream = residual + self.self_attn["o_proj"](mixed)
-        output: Tensor = stream + self.mlp(self.post_attention_layernorm(stream))
-        return output
-
-    def _heads(self, projected: Tensor, num_heads: int) -> Tensor:
-        return projected.view(*projected.shape[:-1], num_heads, self.head_dim).transpose(0, 1)  # (heads, R, E)
-
-
 @dataclass
 class Eagle3State:
     """Decoding state of one sequence."""
@@ -140,8 +88,14 @@ class Eagle3(Drafter):
         super().__init__()
         self.settings = settings
         shape = llama_shape(target.config)
-        layers = settings.aux_layers or default_aux_layers(shape.num_hidden_layers)
-        if list(layers) != sorted(set(layers)) or not all(1 <= i < shape.num_hidden_layers for i in layers):
+        layers = settings.aux_layers
+        if layers is None:
+            layers = default_aux_layers(shape.num_hidden_layers)
+        if (
+            not layers
+            or list(layers) != sorted(set(layers))
+            or not all(1 <= i < shape.num_hidden_layers for i in layers)
+        ):
             raise ValueError(
                 f"drafter.aux_layers {list(layers)}: expected ascending layers between 1 and "
                 f"{shape.num_hidden_layers - 1} (engines cannot capture others)"
@@ -155,7 +109,7 @@ class Eagle3(Drafter):
                 nn.RMSNorm(width, shape.rms_norm_eps) for _ in range(len(layers) if settings.fc_norm else 0)
             )
             self.fc = nn.Linear(len(layers) * width, width, bias=False)
-            self.midlayer = Eagle3Layer(shape, settings.norm_before_residual)
+            self.midlayer = EagleLayer(shape, settings.norm_before_residual)
             self.norm = nn.RMSNorm(width, shape.rms_norm_eps)
             self.lm_head = nn.Linear(width, len(draft_to_target_ids), bias=False)
         self.rotary = Rotary(shape)
@@ -187,7 +141,8 @@ class Eagle3(Drafter):
             mask_out_of_vocab=self.settings.mask_out_of_vocab,
             step_weights=tuple(self.settings.step_loss_decay**k for k in range(steps)),
         )
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden[0].dtype
+        device = hidden[0].device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden[0].dtype
         teacher = Teacher(
             hidden=features.last_hidden_state.flatten(0, 1),
             lm_head=self.target_head,
@@ -236,7 +191,7 @@ class Eagle3(Drafter):
 
     def observe(self, state: Eagle3State, features: TargetFeatures, next_ids: Tensor) -> None:
         """Compute the committed rows from the target's true features; see Drafter.observe."""
-        state.kv.crop(state.num_committed)
+        state.kv.crop(state.num_committed)  # what propose simulated gives way to the truth
         hidden = self._decode_rows(state, self._fuse(features), next_ids[0], state.num_committed)
         state.num_committed += next_ids.shape[1]
         state.hidden = hidden[-1:]
@@ -247,6 +202,7 @@ class Eagle3(Drafter):
         """Draft a chain of K tokens; see Drafter.propose."""
         if state.hidden is None:
             raise ValueError("propose() needs a committed row to draft from: call observe() first")
+        state.kv.crop(state.num_committed)
         hidden = state.hidden
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
@@ -320,36 +276,3 @@ class _TTTAttend:
         self.keys.append(keys)
         self.values.append(values)
         return ttt_attention(query, self.keys[0], self.values[0], self.keys[1:], self.values[1:], self.spans)
-
-
-def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """Low, middle and high layer of EAGLE-3 as indices into HF `hidden_states`; vLLM's default."""
-    return (2, num_layers // 2, num_layers - 3)
-
-
-@torch.no_grad()
-def copy_target_layer(layer: Eagle3Layer, fc: nn.Linear, source: nn.Module) -> None:
-    """Start the drafter as a copy of one target layer that reads the deepest auxiliary state.
-
-    The embedding half of q, k, v and the shallower columns of fc start at zero: they are learned.
-
-    Raises:
-        ValueError: if `source` has no dense Llama-style attention and feed-forward of the drafter's shape.
-    """
-    theirs = source.state_dict()
-    width = fc.out_features
-    for name, parameter in layer.named_parameters():
-        wanted = {"hidden_norm.weight": "input_layernorm.weight", "input_layernorm.weight": None}.get(name, name)
-        if wanted is None:
-            continue
-        if wanted not in theirs or theirs[wanted].shape[0] != parameter.shape[0]:
-            raise ValueError(
-                f"drafter.init_layer: the target layer has no {wanted} of the drafter's shape; set it to null"
-            )
-        if parameter.dim() == 2 and parameter.shape[1] == 2 * theirs[wanted].shape[1]:
-            parameter[:, :width] = 0
-            parameter[:, width:] = theirs[wanted]
-        else:
-            parameter.copy_(theirs[wanted])
-    fc.weight.zero_()
-    fc.weight[:, -width:].copy_(torch.eye(width))

@@ -85,7 +85,7 @@ class _FlashTTT(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, spans: Spans, *diagonals: Tensor) -> Tensor:
         scale = query.shape[-1] ** -0.5
         out = torch.zeros_like(query)  # (H, R, E)
-        lse = query.new_zeros(query.shape[:2], dtype=torch.float32)  # (H, R)
+        lse = query.new_zeros(query.shape[:2], dtype=_accumulator(query.dtype))  # (H, R)
         for start, end in spans:
             rows = slice(start, end)
             part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -95,7 +95,7 @@ class _FlashTTT(torch.autograd.Function):
         num_steps = len(diagonals) // 2
         if num_steps:
             own_keys, own_values = diagonals[:num_steps], diagonals[num_steps:]
-            scores = [(query * key).sum(-1, dtype=torch.float32) * scale for key in own_keys]
+            scores = [_dot(query, key) * scale for key in own_keys]
             merged = torch.stack([lse, *scores]).logsumexp(dim=0)
             out *= (lse - merged).exp().to(out.dtype)[..., None]
             for score, value in zip(scores, own_values, strict=True):
@@ -118,12 +118,12 @@ class _FlashTTT(torch.autograd.Function):
             )  # fmt: skip
             grad_query[:, rows], grad_keys[:, rows], grad_values[:, rows] = (part[0] for part in parts)
         num_steps = len(diagonals) // 2
-        total = (grad * out).sum(-1, dtype=torch.float32)  # D of the flash backward
+        total = _dot(grad, out)  # D of the flash backward
         diagonal_gradients: list[Tensor] = []
         value_gradients: list[Tensor] = []
         for key, value in zip(diagonals[:num_steps], diagonals[num_steps:], strict=True):
-            probability = ((query * key).sum(-1, dtype=torch.float32) * ctx.scale - lse).exp()
-            score_gradient = probability * ((grad * value).sum(-1, dtype=torch.float32) - total) * ctx.scale
+            probability = (_dot(query, key) * ctx.scale - lse).exp()
+            score_gradient = probability * (_dot(grad, value) - total) * ctx.scale
             score_gradient = score_gradient.to(query.dtype)[..., None]
             grad_query += score_gradient * key
             diagonal_gradients.append(score_gradient * query)
@@ -142,7 +142,7 @@ def ttt_attention(
         values: (G, R, E), of step 0.
         own_keys: keys (G, R, E) of steps 1..k, this step last; empty at step 0.
         own_values: their values.
-        spans: the documents; rows outside all of them get zeros.
+        spans: the documents; rows outside all of them get arbitrary values.
 
     Returns:
         (H, R, E).
@@ -165,16 +165,27 @@ def _plain_ttt_attention(query: Tensor, keys: Tensor, values: Tensor, diagonals:
     out = torch.zeros_like(query)
     for start, end in spans:
         rows = slice(start, end)
-        scores = query[:, rows].float() @ keys[:, rows].float().transpose(1, 2) * scale  # (H, length, length)
+        dtype = _accumulator(query.dtype)
+        scores = query[:, rows].to(dtype) @ keys[:, rows].to(dtype).transpose(1, 2) * scale  # (H, length, length)
         future = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
-        own = [(query[:, rows] * key[:, rows]).sum(-1, dtype=torch.float32) * scale for key in diagonals[:num_steps]]
+        own = [_dot(query[:, rows], key[:, rows]) * scale for key in diagonals[:num_steps]]
         probs = torch.cat([scores, *(score[..., None] for score in own)], dim=-1).softmax(dim=-1)
-        mixed = probs[..., : end - start] @ values[:, rows].float()
+        mixed = probs[..., : end - start] @ values[:, rows].to(dtype)
         for step, value in enumerate(diagonals[num_steps:]):
-            mixed = mixed + probs[..., end - start + step, None] * value[:, rows].float()
+            mixed = mixed + probs[..., end - start + step, None] * value[:, rows].to(dtype)
         out[:, rows] = mixed.to(out.dtype)
     return out
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Softmax statistics are kept in float32, or float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    """(H, R, E) x (H, R, E) -> (H, R) row-wise dot products."""
+    return (left * right).sum(-1, dtype=_accumulator(left.dtype))
 
 
 class GrowingKV:

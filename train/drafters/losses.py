@@ -95,7 +95,7 @@ def loss_and_gradient(draft_logits: Tensor, teacher: TeacherChunk, settings: Los
         kl         sum p~ (log p~ - log q)               d/dz = q - p~
         lk_alpha   -log alpha                            d/dz = -a / alpha,  a = d alpha/dz = q (1[q<p] - sum_{q<p} q)
         lk_lambda  w kl + (1 - w)(1 - alpha),            d/dz = w (q - p~) - (1 - w) a
-                   w = s exp(-decay alpha), held constant (LK losses, arXiv:2602.23881)
+                   w = min(1, s exp(-decay alpha)), held constant (LK losses, arXiv:2602.23881)
 
     Args:
         draft_logits: (R, Vd) float32.

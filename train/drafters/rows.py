@@ -58,9 +58,10 @@ def answer_run_lengths(batch: Batch) -> Tensor:
 
 def chain_labels(batch: Batch, num_steps: int) -> ChainLabels:
     """The labels of a chain drafter with `num_steps` steps."""
-    runs = answer_run_lengths(batch).flatten()
-    label = torch.nonzero(runs >= LABEL_OFFSET).squeeze(1)
-    return ChainLabels(label=label, depth=(runs[label] - 1).clamp(max=num_steps))
+    # A row must lie in its label's document: position_ids say how many tokens of it come before.
+    depth = torch.minimum(answer_run_lengths(batch), batch.position_ids).flatten() - LABEL_OFFSET + 1
+    label = torch.nonzero(depth >= 1).squeeze(1)
+    return ChainLabels(label=label, depth=depth[label].clamp(max=num_steps))
 
 
 def shifted_ids(batch: Batch, offset: int) -> Tensor:

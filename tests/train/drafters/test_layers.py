@@ -1,0 +1,153 @@
+"""Attention of training-time test against a dense masked softmax in float64, and the decoder's cached attention."""
+
+import pytest
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from train.drafters.layers import (
+    GrowingKV,
+    Rotary,
+    _plain_ttt_attention,
+    cached_attention,
+    llama_shape,
+    rotate,
+    ttt_attention,
+)
+
+H, G, E = 4, 2, 8
+ROWS = 17
+SPANS = [(0, 5), (5, 6), (8, 15)]  # a document of one row, padding between documents and at the end
+LIMITS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2}
+"""Relative. bfloat16: epsilon is 2 ** -7, and the merged parts are rounded one by one."""
+INSIDE = [row for start, end in SPANS for row in range(start, end)]
+PADDING = [row for row in range(ROWS) if row not in INSIDE]
+
+
+def inputs(num_steps, dtype, seed=0):
+    """query, keys and values of step 0, own keys, own values: leaves in `dtype`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(heads):
+        return torch.randn(heads, ROWS, E, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    return draw(H), draw(G), draw(G), [draw(G) for _ in range(num_steps)], [draw(G) for _ in range(num_steps)]
+
+
+def dense(query, keys, values, own_keys, own_values):
+    """Softmax over all blocks of rows with the recipe's predicate, as one mask; the rows of documents alone."""
+    keys, values = torch.cat([keys, *own_keys], dim=1), torch.cat([values, *own_values], dim=1)
+    document = torch.full((ROWS,), -1)
+    for index, (start, end) in enumerate(SPANS):
+        document[start:end] = index
+    q, j = torch.tensor(INSIDE)[:, None], torch.arange(keys.shape[1])[None]
+    allowed = ((j < ROWS) & (j <= q)) | ((j >= ROWS) & (j % ROWS == q))
+    allowed &= document[q] == document[j % ROWS]
+    out = []
+    for head in range(H):
+        group = head // (H // G)
+        scores = query[head, INSIDE] @ keys[group].T / E**0.5
+        out.append(scores.masked_fill(~allowed, float("-inf")).softmax(dim=-1) @ values[group])
+    return torch.stack(out)
+
+
+def plain(query, keys, values, own_keys, own_values):
+    repeated = [tensor.repeat_interleave(H // G, dim=0) for tensor in (keys, values, *own_keys, *own_values)]
+    return _plain_ttt_attention(query, *repeated[:2], repeated[2:], SPANS)
+
+
+def fast(query, keys, values, own_keys, own_values):
+    return ttt_attention(query, keys, values, own_keys, own_values, SPANS)
+
+
+def flat(arguments):
+    query, keys, values, own_keys, own_values = arguments
+    return [query, keys, values, *own_keys, *own_values]
+
+
+def assert_relative(found, expected, limit):
+    assert found.shape == expected.shape
+    assert (found.double() - expected).norm() <= limit * expected.norm()
+
+
+def double(part):
+    return [double(tensor) for tensor in part] if isinstance(part, list) else part.detach().double().requires_grad_()
+
+
+@pytest.mark.parametrize("num_steps", range(4))
+@pytest.mark.parametrize("dtype", list(LIMITS))
+@pytest.mark.parametrize("attention", [fast, plain])
+def test_values_and_gradients_are_those_of_the_dense_softmax(attention, dtype, num_steps):
+    arguments = inputs(num_steps, dtype)
+    reference = [double(part) for part in arguments]
+    expected, found = dense(*reference), attention(*arguments)
+    assert found.dtype == dtype
+    assert_relative(found[:, INSIDE], expected, LIMITS[dtype])
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
+    found[:, INSIDE].backward(upstream)
+    expected.backward(upstream.double())
+    for leaf, other in zip(flat(arguments), flat(reference), strict=True):
+        assert_relative(leaf.grad, other.grad, LIMITS[dtype])
+
+
+@pytest.mark.parametrize("sizes", [[11], [1] * 11, [4, 1, 3, 1, 2]])
+def test_cached_attention_in_pieces_is_full_causal_attention(sizes):
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(H, 11, E, generator=generator, dtype=torch.float64)
+    keys, values = torch.randn(2, G, 11, E, generator=generator, dtype=torch.float64)
+    cache = GrowingKV(capacity=11)
+    parts = []
+    for rows in torch.arange(11).split(sizes):
+        parts.append(cached_attention(query[:, rows], *cache.append(keys[:, rows], values[:, rows])))
+    expected = torch.zeros_like(query)
+    for head in range(H):
+        for row in range(11):
+            scores = keys[head // 2, : row + 1] @ query[head, row] / E**0.5
+            expected[head, row] = scores.softmax(0) @ values[head // 2, : row + 1]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_cache_forgets_from_the_end_by_hand():
+    cache = GrowingKV(capacity=4)
+    column = torch.arange(4.0).view(1, 4, 1)
+    cache.append(column[:, :3], -column[:, :3])
+    cache.crop(1)
+    cache.crop(2)  # no way to bring back what was forgotten
+    keys, values = cache.append(column[:, 3:], -column[:, 3:])
+    assert keys.flatten().tolist() == [0, 3] and values.flatten().tolist() == [0, -3]
+    with pytest.raises(ValueError, match=r"holds 4 tokens, 5 were given.*max_tokens"):
+        cache.append(column[:, :3], column[:, :3])
+
+
+def llama_of(**overrides):
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": E}
+    return llama_shape(CONFIG_MAPPING["llama"](**(shape | overrides)))
+
+
+def test_rotary_positions_turn_pairs_by_position_times_frequency():
+    """Dimensions i and i + E/2 form a complex number, turned by position * theta ** (-2 i / E)."""
+    theta = 500.0
+    config = llama_of(rope_parameters={"rope_type": "default", "rope_theta": theta})
+    positions = torch.tensor([0, 1, 7, 30])
+    states = torch.randn(H, 4, E, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    angles = positions[:, None].double() * theta ** (-torch.arange(0, E, 2, dtype=torch.float64) / E)
+    turned = torch.complex(states[..., : E // 2], states[..., E // 2 :]) * torch.polar(torch.ones_like(angles), angles)
+    expected = torch.cat([turned.real, turned.imag], dim=-1)
+    # float32 angles up to 30 rad: 30 * 2 ** -24 = 2e-6
+    torch.testing.assert_close(rotate(states, Rotary(config).table(positions)), expected, rtol=0, atol=1e-5)
+
+
+def test_drafter_in_bfloat16_keeps_exact_frequencies(tiny_target, tiny_drafter):
+    drafter = tiny_drafter(tiny_target())
+    positions = torch.tensor([0, 3, 400])
+    before = drafter.rotary.table(positions)
+    after = drafter.to(torch.bfloat16).rotary.table(positions)
+    assert all(torch.equal(a, b) and b.dtype == torch.float32 for a, b in zip(before, after, strict=True))
+
+
+def test_target_with_several_kinds_of_positions_is_refused():
+    with pytest.raises(ValueError, match="several kinds of rotary positions"):
+        llama_shape(CONFIG_MAPPING["gemma3_text"](num_hidden_layers=6))
+
+
+def test_head_dim_defaults_to_an_even_share_of_the_width():
+    assert llama_shape(CONFIG_MAPPING["qwen2"](hidden_size=64, num_attention_heads=4)).head_dim == 16

@@ -1,0 +1,88 @@
+"""The decoder layer of the EAGLE family, and how it may start: shared by the drafters that are built around it.
+
+Shape letters: R = rows, H = query heads, G = key/value heads, E = head dimension, D = hidden size.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from train.drafters.layers import feed_forward, rotate
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""query (H, R, E), keys (G, R, E), values (G, R, E) of the rows at hand -> (H, R, E)."""
+
+
+class EagleLayer(nn.Module):
+    """One Llama layer whose attention reads [embedding; feature]. Names as engines know them (`midlayer.*`)."""
+
+    def __init__(self, shape: LlamaConfig, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+        self.head_dim: int = shape.head_dim
+        self.norm_before_residual = norm_before_residual
+        width, eps = shape.hidden_size, shape.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(width, eps)
+        self.hidden_norm = nn.RMSNorm(width, eps)
+        self.self_attn = nn.ModuleDict(
+            {
+                "q_proj": nn.Linear(2 * width, self.num_heads * self.head_dim, bias=False),
+                "k_proj": nn.Linear(2 * width, self.num_kv_heads * self.head_dim, bias=False),
+                "v_proj": nn.Linear(2 * width, self.num_kv_heads * self.head_dim, bias=False),
+                "o_proj": nn.Linear(self.num_heads * self.head_dim, width, bias=False),
+            }
+        )
+        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        self.mlp = feed_forward(shape)
+
+    def forward(self, embeds: Tensor, hidden: Tensor, table: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """(R, D) token embeddings and features -> (R, D) output stream, before the final norm."""
+        feature = self.hidden_norm(hidden)
+        both = torch.cat([self.input_layernorm(embeds), feature], dim=-1)  # (R, 2D): embedding first
+        query = rotate(self._heads(self.self_attn["q_proj"](both), self.num_heads), table)
+        keys = rotate(self._heads(self.self_attn["k_proj"](both), self.num_kv_heads), table)
+        values = self._heads(self.self_attn["v_proj"](both), self.num_kv_heads)
+        mixed = attend(query, keys, values).transpose(0, 1).flatten(1)  # (R, H * E)
+        residual = feature if self.norm_before_residual else hidden
+        stream = residual + self.self_attn["o_proj"](mixed)
+        output: Tensor = stream + self.mlp(self.post_attention_layernorm(stream))
+        return output
+
+    def _heads(self, projected: Tensor, num_heads: int) -> Tensor:
+        return projected.view(*projected.shape[:-1], num_heads, self.head_dim).transpose(0, 1)  # (heads, R, E)
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """Low, middle and high layer of EAGLE-3 as indices into HF `hidden_states`; vLLM's default."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
+@torch.no_grad()
+def copy_target_layer(layer: EagleLayer, fc: nn.Linear, source: nn.Module) -> None:
+    """Start the drafter as a copy of one target layer that reads the deepest auxiliary state.
+
+    The embedding half of q, k, v and the shallower columns of fc start at zero: they are learned. Norms and biases on
+    queries and keys (Qwen3, Qwen2) have no place in the layer that engines serve and are left out.
+
+    Raises:
+        ValueError: if `source` has no dense Llama-style attention and feed-forward of the drafter's shape.
+    """
+    theirs = source.state_dict()
+    width = fc.out_features
+    for name, parameter in layer.named_parameters():
+        wanted = {"hidden_norm.weight": "input_layernorm.weight", "input_layernorm.weight": None}.get(name, name)
+        if wanted is None:
+            continue
+        if wanted not in theirs or theirs[wanted].shape[0] != parameter.shape[0]:
+            raise ValueError(
+                f"drafter.init_layer: the target layer has no {wanted} of the drafter's shape; set it to null"
+            )
+        if parameter.dim() == 2 and parameter.shape[1] == 2 * theirs[wanted].shape[1]:
+            parameter[:, :width] = 0
+            parameter[:, width:] = theirs[wanted]
+        else:
+            parameter.copy_(theirs[wanted])
+    fc.weight.zero_()
+    fc.weight[:, -width:].copy_(torch.eye(width))
