@@ -4,7 +4,9 @@ Hydra composes the yaml files, pydantic checks the values. Whatever the user got
 and exit code 2; anything else is a bug and keeps its traceback.
 """
 
+import dataclasses
 import difflib
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +24,7 @@ from hydra.errors import (
     OverrideParseException,
 )
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from conf import InputError
@@ -85,12 +88,15 @@ def check_overrides(job_name: str, overrides: list[str]) -> DictConfig:
         except OverrideParseException as error:
             raise InputError(f"cannot read the argument {error.override!r}: write key=value") from error
         except ConfigCompositionException as error:
-            raise InputError(_unknown_key(error, compose(job_name))) from error
+            raise InputError(_bad_override(error, compose(job_name, overrides=_with_target(job_name)))) from error
         except HydraException as error:
             raise InputError(str(error).splitlines()[0]) from error
-        if job_name in ("train", "data") and "target" not in composed:
+        except OmegaConfBaseException as error:
+            raise InputError(str(error).splitlines()[0]) from error
+        if _with_target(job_name) and "target" not in composed:
             raise InputError(f"no target: add one of {', '.join(f'+target={name}' for name in choices('target'))}")
-        missing = sorted(OmegaConf.missing_keys(composed))
+        raw = OmegaConf.to_container(composed, resolve=False)
+        missing = [key for key, value in _flat(raw) if value == "???"]
         if missing:
             raise InputError(f"missing: {', '.join(f'{key}=...' for key in missing)}")
     return composed
@@ -119,15 +125,34 @@ def build(composed: DictConfig) -> Any:
 
 
 def rebuild(section: DictConfig, allowed: tuple[str, ...]) -> Any:
-    """`build` for a configuration read back from a checkpoint: only `allowed` modules may be named in `_target_`.
+    """Rebuild one dataclass from a checkpoint's configuration, which may come from anywhere: nothing else is run.
+
+    Args:
+        section: its yaml section, `_target_` included.
+        allowed: prefixes of the modules that may be named.
 
     Raises:
-        InputError: if the section names another module.
+        InputError: if the section names anything but a configuration class of ours, or its values are wrong.
     """
-    name = str(section.get("_target_", ""))
+    container = OmegaConf.to_container(section, resolve=True)
+    assert isinstance(container, dict)  # a section is a mapping
+    fields = {str(key): value for key, value in container.items()}
+    name = str(fields.pop("_target_", ""))
+    module, _, class_name = name.rpartition(".")
     if not name.startswith(allowed):
         raise InputError(f"the checkpoint's config names {name!r}, expected something under {' or '.join(allowed)}")
-    return build(section)
+    try:
+        found = getattr(importlib.import_module(module), class_name, None)
+    except ImportError as error:
+        raise InputError(f"the checkpoint's config names {name!r}, which does not exist") from error
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found) and found.__module__ == module):
+        raise InputError(f"the checkpoint's config names {name!r}, which is no configuration class")
+    if any(key.rsplit(".", 1)[-1].startswith("_") for key, _ in _flat(fields)):
+        raise InputError(f"the checkpoint's config of {name!r} holds a key that starts with an underscore")
+    try:
+        return found(**fields)
+    except (ValidationError, TypeError) as error:
+        raise InputError(f"the checkpoint's config does not fit {name}: {str(error).splitlines()[0]}") from error
 
 
 def _unknown_choice(wanted: str, options: Sequence[str]) -> str:
@@ -136,16 +161,23 @@ def _unknown_choice(wanted: str, options: Sequence[str]) -> str:
     return f"unknown {group or 'config'} {choice!r}{_nearest(choice, options)} (choices: {known})"
 
 
-def _unknown_key(error: ConfigCompositionException, defaults: DictConfig) -> str:
+def _with_target(job_name: str) -> list[str]:
+    """A `+target=` that completes the job's configuration, for the jobs that need one."""
+    return [f"+target={choices('target')[0]}"] if job_name in ("train", "data") else []
+
+
+def _bad_override(error: ConfigCompositionException, complete: DictConfig) -> str:
     first = str(error).splitlines()[0]
     quoted = first.split("'")
     if len(quoted) < 2:
-        return first
-    key = quoted[1].lstrip("+~").split("=")[0]
-    valid = _flat_keys(OmegaConf.to_container(defaults, resolve=False))
-    for group in ("target",):  # absent from the defaults, so that +target= works
-        valid += [f"{group}.{field}" for field in ("name", "path", "revision", "dtype", "trust_remote_code")]
-    return f"unknown key {key!r}{_nearest(key, valid)}"
+        return first[:200]
+    argument = quoted[1]
+    if first.startswith("Ambiguous value"):
+        return f"{argument} is a sweep: add -m to run all of its values"
+    key = argument.lstrip("+~").split("=")[0]
+    if key in ("target", "experiment"):
+        return f"{key} is added to the command, not changed: write {', '.join(f'+{key}={n}' for n in choices(key))}"
+    return f"unknown key {key!r}{_nearest(key, [key for key, _ in _flat(OmegaConf.to_container(complete))])}"
 
 
 def _nearest(name: str, valid: Sequence[str]) -> str:
@@ -153,13 +185,14 @@ def _nearest(name: str, valid: Sequence[str]) -> str:
     return f": did you mean {close[0]!r}?" if close else ""
 
 
-def _flat_keys(node: Any, prefix: str = "") -> list[str]:
+def _flat(node: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """(dotted key, value) of everything below `node`, inner mappings included."""
     if not isinstance(node, dict):
         return []
-    keys = []
+    pairs = []
     for key, value in node.items():
-        keys += [f"{prefix}{key}", *_flat_keys(value, f"{prefix}{key}.")]
-    return keys
+        pairs += [(f"{prefix}{key}", value), *_flat(value, f"{prefix}{key}.")]
+    return pairs
 
 
 def _invalid_value(error: InstantiationException) -> str:

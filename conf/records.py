@@ -78,10 +78,10 @@ class JsonLines:
     def __init__(self, path: Path, keep_until_step: int) -> None:
         """Open `path`, dropping lines after `keep_until_step` (a resumed run writes them again)."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = []
-        if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= keep_until_step]
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        if lines and not _is_whole(lines[-1]):  # cut short by a crash
+            lines.pop()
+        kept = [line for line in lines if json.loads(line)["step"] <= keep_until_step]
         write_text(path, "".join(line + "\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
 
@@ -89,3 +89,11 @@ class JsonLines:
         """Append one line and flush it."""
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
+
+
+def _is_whole(line: str) -> bool:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return True

@@ -51,7 +51,7 @@ class EvalJob:
     """So many prompts are decoded without speculation too: the speed baseline, and a check of equal output at T=0."""
     seed: int
     """Of sampling."""
-    num_threads: int | None
+    num_threads: int | None = Field(ge=1)
     """CPU threads; None leaves torch's default."""
 
 
@@ -96,7 +96,7 @@ def run(composed: DictConfig) -> None:
 def decode_all(job: EvalJob, target: Target, drafter: Drafter, prompts: Sequence[Prompt]) -> list[Decoded]:
     """Decode every prompt speculatively and the first `plain_prompts` plainly."""
     decoded = []
-    generator = torch.Generator().manual_seed(job.seed)
+    generator = torch.Generator(target.device).manual_seed(job.seed)
     # The first calls of a process are slow (kernels are chosen, memory is mapped): not part of any figure.
     speculative_generate(target, drafter, prompts[0].input_ids, 4, job.num_draft_tokens, job.sampling, generator)
     with ProgressReport(f"eval {job.run_name}", len(prompts), 0, shown=True) as progress:

@@ -19,7 +19,7 @@ class SamplingConfig:
     temperature: float = Field(ge=0)
     """0 is greedy."""
     top_k: int | None = Field(ge=1)
-    """Keep the k most likely tokens; None keeps all."""
+    """Keep the k most likely tokens, and those as likely as the k-th; None keeps all."""
     top_p: float = Field(gt=0, le=1)
     """Keep the smallest set of most likely tokens with at least this probability; 1 keeps all."""
 

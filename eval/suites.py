@@ -31,6 +31,10 @@ def read_prompts(corpus: CorpusConfig, encoder: Encoder) -> list[Prompt]:
         questions = []
         for conversation in read_conversations(corpus, require_answer=False):
             messages = conversation.messages
+            if messages[0]["role"] == "assistant":
+                raise InputError(
+                    f"{conversation.source}: the conversation starts with an answer; a prompt must precede"
+                )
             first_answer = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
             questions.append((conversation.source, messages[:first_answer]))
     return [Prompt(source=source, input_ids=encoder.prompt_ids(messages)) for source, messages in questions]
@@ -38,11 +42,15 @@ def read_prompts(corpus: CorpusConfig, encoder: Encoder) -> list[Prompt]:
 
 def _read_turns(corpus: CorpusConfig) -> list[tuple[str, list[dict[str, str]]]]:
     path = sample_path(corpus.path)
-    questions = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[: corpus.max_conversations], start=1):
+    questions: list[tuple[str, list[dict[str, str]]]] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if len(questions) == corpus.max_conversations or not line.strip():
+            continue
         try:
-            turn = json.loads(line)["turns"][0]
-        except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
-            raise InputError(f'{path.name}:{number}: expected an object with a non-empty "turns" list') from error
-        questions.append((f"{path.name}:{number}", [{"role": "user", "content": str(turn)}]))
+            turns = json.loads(line)["turns"]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            turns = None
+        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+            raise InputError(f'{path.name}:{number}: expected an object with a non-empty "turns" list of texts')
+        questions.append((f"{path.name}:{number}", [{"role": "user", "content": turns[0]}]))
     return questions

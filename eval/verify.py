@@ -52,7 +52,7 @@ def verify_sampled(
         draft_tokens: (K,) int64.
         draft_probs: (K, V), q: what each draft was drawn from; None for deterministic drafts (q = one-hot).
         target_probs: (K + 1, V), p, after temperature, top-k and top-p.
-        generator: source of randomness.
+        generator: source of randomness, on the device of the probabilities.
 
     Raises:
         ValueError: if the rows do not match K.
@@ -62,10 +62,11 @@ def verify_sampled(
         draft_probs = torch.nn.functional.one_hot(draft_tokens, target_probs.shape[1]).to(target_probs.dtype)
     elif len(draft_probs) != len(draft_tokens):
         raise ValueError(f"draft_probs needs K = {len(draft_tokens)} rows, got {len(draft_probs)}")
-    uniforms = torch.rand(len(draft_tokens), generator=generator, dtype=torch.float64)
+    device = target_probs.device
+    uniforms = torch.rand(len(draft_tokens), generator=generator, dtype=torch.float64, device=device).tolist()
     for k, token in enumerate(draft_tokens.tolist()):
         p, q = target_probs[k], draft_probs[k]
-        if float(uniforms[k]) * float(q[token]) >= float(p[token]):  # u >= p/q, also right for p = 0
+        if uniforms[k] * float(q[token]) >= float(p[token]):  # u >= p/q, also right for p = 0
             return Verdict(k, _draw(residual(p, q), generator))
     return Verdict(len(draft_tokens), _draw(target_probs[-1], generator))
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from conf import InputError
+from conf.records import read_json
 from serve_export.reader import ExportedEagle3
 from train.checkpoint import LoadedDrafter
 from train.drafters.eagle3 import Eagle3
@@ -29,11 +30,13 @@ def compare_logits(loaded: LoadedDrafter, folder: Path, num_draft_tokens: int) -
     """
     drafter, target = loaded.drafter, loaded.target
     assert isinstance(drafter, Eagle3)  # the exporter refused every other family
-    reader = ExportedEagle3(folder, target.embed_tokens.cpu())
-    if reader.config["rope_scaling"] is not None:
+    config = read_json(folder / "config.json")
+    if config["rope_scaling"] is not None:
         return None
-    exported_dtype = getattr(torch, reader.config["dtype"])
-    drafter.to(exported_dtype).to("cpu", torch.float32)
+    reader = ExportedEagle3(folder, target.embed_tokens.cpu())
+    drafter.to("cpu", torch.float32)
+    for parameter in drafter.parameters():
+        parameter.copy_(parameter.to(getattr(torch, config["dtype"])))  # rounds to what was written
     probe = torch.arange(PROBE_TOKENS)[None].to(target.device) * 7 % target.hf_config.vocab_size
     _, features = target.step(probe[:, :-1], target.new_cache(), drafter.wants)
     aux = features.aux_hidden_states.float().cpu()

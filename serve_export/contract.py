@@ -15,6 +15,8 @@ from conf import InputError
 from conf.records import read_json, read_safetensors
 
 Shape = tuple[int, ...]
+STATED = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "attention_bias", "mlp_bias")
+"""Switches without which engines load the head and compute something else."""
 
 
 def eagle3_tensors(config: dict[str, Any]) -> dict[str, tuple[Shape, torch.dtype]]:
@@ -81,18 +83,33 @@ def _config_faults(config: dict[str, Any], target: Any) -> list[str]:
         faults.append(f"layer ids {top} must ascend within 1..{target.num_hidden_layers - 1}")
     if len(top) != config["num_aux_hidden_states"]:
         faults.append(f"num_aux_hidden_states {config['num_aux_hidden_states']} but {len(top)} layer ids")
+    rope = dict(target.rope_parameters)
+    scaling = None if rope["rope_type"] == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
     if config["rope_theta"] != config["rope_parameters"]["rope_theta"]:
         faults.append("rope_theta and rope_parameters disagree")
     for key, wanted in {
         "vocab_size": target.vocab_size,
         "target_hidden_size": target.hidden_size,
-        "rope_theta": target.rope_parameters["rope_theta"],
+        "rope_theta": rope["rope_theta"],
+        "rope_parameters": rope,
+        "rope_scaling": scaling,
+        "hidden_act": target.hidden_act,
+        "rms_norm_eps": target.rms_norm_eps,
+        "max_position_embeddings": target.max_position_embeddings,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
         "tie_word_embeddings": False,
     }.items():
         if config[key] != wanted:
             faults.append(f"{key} is {config[key]}, expected {wanted}")
     if config["torch_dtype"] != config["dtype"]:
         faults.append("torch_dtype and dtype disagree")
+    faults += [
+        f"{key} must be stated: engines differ in its default"
+        for key in STATED
+        if not isinstance(config.get(key), bool)
+    ]
     return faults
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from conf import InputError
 from conf.records import read_json, read_safetensors
 
 
@@ -18,8 +19,16 @@ class ExportedEagle3:
     """A head as an engine would run it, in float32 and without a cache."""
 
     def __init__(self, folder: Path, embed_tokens: Tensor) -> None:
-        """Read `folder`; the embedding (V, D) is the target's, as engines share it."""
+        """Read `folder`; the embedding (V, D) is the target's, as engines share it.
+
+        Raises:
+            InputError: if a file is missing or damaged, or the head's rotary positions are scaled.
+        """
         self.config: dict[str, Any] = read_json(folder / "config.json")
+        if self.config["rope_scaling"] is not None:
+            raise InputError(
+                f"{folder}: this reader knows plain rotary positions only, not {self.config['rope_scaling']}"
+            )
         stored: dict[str, Tensor] = read_safetensors(folder / "model.safetensors", load_file)
         self.weights = {name: tensor.float() for name, tensor in stored.items() if tensor.is_floating_point()}
         self.embed_tokens = embed_tokens.float()
@@ -83,7 +92,7 @@ class ExportedEagle3:
         return scaled
 
     def _rope(self, states: Tensor) -> Tensor:
-        """Rotate (heads, N, dim) by position; default rope only, which `serve_export.check` knows."""
+        """Rotate (heads, N, dim) by position."""
         half = states.shape[-1] // 2
         frequencies: Tensor = float(self.config["rope_theta"]) ** (-torch.arange(half) / half)
         angles = torch.arange(states.shape[1])[:, None] * frequencies

@@ -8,6 +8,8 @@ Facts that bite (each has a test):
 - transformers 5 writes `rope_parameters` only, other engines read `rope_theta`; missing, it silently becomes 10000.
 """
 
+import json
+import shlex
 from typing import Any
 
 import torch
@@ -94,8 +96,8 @@ def config(servable: Servable, target: Target, dtype: str) -> dict[str, Any]:
 
 def serve_command(target_path: str, folder: str, num_draft_tokens: int) -> str:
     """The shell command that serves the target with this head."""
-    speculative = f'{{"method":"eagle3","model":"{folder}","num_speculative_tokens":{num_draft_tokens}}}'
-    return f"vllm serve {target_path} --speculative-config '{speculative}'"
+    speculative = {"method": "eagle3", "model": folder, "num_speculative_tokens": num_draft_tokens}
+    return shlex.join(["vllm", "serve", target_path, "--speculative-config", json.dumps(speculative)])
 
 
 def _require_known(servable: Servable) -> None:

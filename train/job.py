@@ -43,7 +43,7 @@ class TrainJob:
     deepspeed: DeepSpeedConfig
     tracker: TrackerConfig
     precision: Precision
-    epochs: float = Field(gt=0)
+    epochs: float = Field(gt=0, allow_inf_nan=False)
     """Passes over the corpus; a fraction ends within one."""
     validation_conversations: int = Field(ge=0)
     """Held out of the corpus: the target answers their prompts greedily, and the round-walk runs on these answers."""
@@ -59,7 +59,7 @@ class TrainJob:
     log_every_steps: int = Field(ge=1)
     resume: Literal["auto", "never"]
     """auto continues the run of the same name; never moves it aside and starts anew."""
-    num_threads: int | None
+    num_threads: int | None = Field(ge=1)
     """CPU threads per rank; None leaves torch's default."""
 
 

@@ -124,19 +124,7 @@ def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
 WHOLE = '{"step": 2, "loss": 0.25, "time_share": {"target": 0.5, "other": 0.5}}'
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        pytest.param(
-            length,
-            marks=pytest.mark.xfail(
-                strict=True, raises=json.JSONDecodeError,
-                reason="conf/records.py:84 takes a line that was cut after the inner } for a whole one",
-            ),
-        ) if length == len(WHOLE) - 1 else length
-        for length in range(len(WHOLE))
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("written", range(len(WHOLE)))
 def test_a_half_written_last_line_is_dropped(tmp_path: Path, written: int) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1, "loss": 0.5}\n' + WHOLE[:written])

@@ -33,6 +33,7 @@ def read(name: str) -> dict[str, Any]:
 def groups_of(job: str) -> list[str]:
     """Groups in the job's defaults list, and the target that it takes from the command line."""
     listed = [next(iter(entry)) for entry in read(f"{job}.yaml")["defaults"] if entry != "_self_"]
+    listed = [group for group in listed if not group.startswith("override ")]  # of Hydra's own groups
     return [*listed, *(["target"] if TARGET in REQUIRED[job] else [])]
 
 
@@ -113,63 +114,58 @@ def test_choices_are_the_yaml_files_of_a_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "said"),
     [
-        ("drafter=eagle4", "unknown drafter 'eagle4', did you mean 'eagle3'?; choices: eagle3"),
-        ("optim=moun", "unknown optim 'moun', did you mean 'muon'?; choices: adamw, muon"),
-        ("drafter.ttt_step=3", "unknown key 'drafter.ttt_step', did you mean 'drafter.ttt_steps'?"),
-        ("epoch=3", "unknown key 'epoch', did you mean 'epochs'?"),
-        ("target.pth=x", "unknown key 'target.pth', did you mean 'target.path'?"),
-        ("drafter.ttt_steps=abc", "drafter.ttt_steps: input should be a valid integer"),
-        ("drafter.aux_layers=[1,x]", "drafter.aux_layers.1: input should be a valid integer"),
-        ("epochs=0", "epochs: input should be greater than 0, got 0"),
-        ("optim.schedule=linear", "optim.schedule: input should be 'cosine', 'wsd' or 'constant', got 'linear'"),
-        ("target.dtype=float16", "target.dtype: input should be 'float32' or 'bfloat16', got 'float16'"),
-        ("+drafter.tttsteps=3", "drafter.tttsteps: unexpected keyword argument, got 3"),
-        ("+nonsense=1", "nonsense: unexpected keyword argument, got 1"),
+        ("drafter=eagle4", "unknown drafter 'eagle4' | did you mean 'eagle3'? | choices: eagle3"),
+        ("optim=moun", "unknown optim 'moun' | did you mean 'muon'? | choices: adamw, muon"),
+        ("drafter.ttt_step=3", "unknown key 'drafter.ttt_step' | did you mean 'drafter.ttt_steps'?"),
+        ("epoch=3", "unknown key 'epoch' | did you mean 'epochs'?"),
+        ("target.pth=x", "unknown key 'target.pth' | did you mean 'target.path'?"),
+        ("drafter.ttt_steps=abc", "drafter.ttt_steps: | valid integer | got 'abc'"),
+        ("drafter.aux_layers=[1,x]", "drafter.aux_layers.1: | valid integer | got 'x'"),
+        ("epochs=0", "epochs: | greater than 0 | got 0"),
+        ("optim.schedule=linear", "optim.schedule: | 'cosine', 'wsd' or 'constant' | got 'linear'"),
+        ("target.dtype=float16", "target.dtype: | 'float32' or 'bfloat16' | got 'float16'"),
+        ("+drafter.tttsteps=3", "drafter.tttsteps: | unexpected | got 3"),
+        ("+nonsense=1", "nonsense: | unexpected | got 1"),
         ("corpus=jsonl", "missing: corpus.path=..."),
-        ("epochs", "cannot read the argument 'epochs': write key=value"),
-        ("epochs=[1", "cannot read the argument 'epochs=[1': write key=value"),
+        ("epochs", "cannot read the argument 'epochs' | key=value"),
+        ("epochs=[1", "cannot read the argument 'epochs=[1' | key=value"),
     ],
 )
-def test_mistakes_are_named_with_the_nearest_valid_name(override: str, message: str) -> None:
-    said = complaint("train", TARGET, override)
-    assert message in said
-    assert "\n" not in said
+def test_mistakes_are_named_with_the_nearest_valid_name(override: str, said: str) -> None:
+    message = complaint("train", TARGET, override)
+    assert [part for part in said.split(" | ") if part not in message] == []
+    assert "\n" not in message
 
 
 def test_unknown_target_lists_the_choices() -> None:
-    said = complaint("train", "+target=qwen33")
-    assert said == "unknown target 'qwen33', did you mean 'qwen3'?; choices: llama3, qwen3, qwen3_moe, smollm2"
+    message = complaint("train", "+target=qwen33")
+    assert "unknown target 'qwen33'" in message
+    assert "did you mean 'qwen3'?" in message
+    assert f"choices: {', '.join(choices('target'))}" in message
 
 
 @pytest.mark.parametrize("job", ["train", "data"])
 def test_missing_target_lists_the_choices(job: str) -> None:
-    said = complaint(job)
-    assert said == "no target: add one of +target=llama3, +target=qwen3, +target=qwen3_moe, +target=smollm2"
+    message = complaint(job)
+    assert "no target" in message
+    assert all(f"+target={name}" in message for name in choices("target"))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="conf/cli.py:93: missing_keys() trips over ${run_name_of:${checkpoint}}: traceback"
-)
 @pytest.mark.parametrize("job", ["eval", "serve_export"])
 def test_missing_checkpoint_is_named(job: str) -> None:
     assert complaint(job) == "missing: checkpoint=..."
 
 
-@pytest.mark.xfail(strict=True, reason="conf/cli.py:147 proposes '_target_' for target=NAME without the +")
 def test_a_target_without_its_plus_gets_the_plus_proposed() -> None:
     assert "+target=smollm2" in complaint("train", "target=smollm2")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="conf/cli.py:146 lists the target's fields by hand, without chat_template_kwargs"
-)
 def test_every_field_of_the_target_can_be_proposed() -> None:
     assert "did you mean 'target.chat_template_kwargs'" in complaint("train", TARGET, "target.chat_template_kwarg=1")
 
 
-@pytest.mark.xfail(strict=True, reason="conf/cli.py:147 proposes the very key that was given; a sweep needs -m")
 def test_a_sweep_without_its_flag_gets_the_flag_proposed() -> None:
     assert "-m" in complaint("train", TARGET, "epochs=1,2")
 
@@ -198,15 +194,21 @@ def test_rebuild_refuses_other_modules(named: str) -> None:
         rebuild(OmegaConf.create(TARGET_SECTION | {"_target_": named}), ("data.target.",))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="conf/cli.py:128 checks the outermost prefix only: a checkpoint's yaml can run code"
-)
-@pytest.mark.parametrize("where", ["nested", "through the module's imports"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "nested",
+        "through an import",
+        "another class of the module",
+    ],
+)  # fmt: skip
 def test_rebuild_runs_nothing_but_the_allowed_class(tmp_path: Path, where: str) -> None:
     made = tmp_path / "made by the yaml"
     section: dict[str, Any] = {"_target_": "data.target.Path.mkdir", "_args_": [str(made)]}
     if where == "nested":
         section = TARGET_SECTION | {"chat_template_kwargs": {"x": {"_target_": "os.mkdir", "path": str(made)}}}
+    elif where == "another class of the module":
+        section = TARGET_SECTION | {"_target_": "data.target.Target"}
     with pytest.raises(InputError):
         rebuild(OmegaConf.create(section), ("data.target.",))
     assert not made.exists()

@@ -22,7 +22,7 @@ GREEDY = SamplingConfig(temperature=0.0, top_k=None, top_p=1.0)
 SAMPLED = SamplingConfig(temperature=1.0, top_k=None, top_p=1.0)
 VOCAB = 40
 PROMPTS = [[3, 17], [5, 9, 30, 2, 2, 11, 7], [(7 * i * i + 3) % VOCAB for i in range(33)]]
-ANSWER_TOKENS = 48
+ANSWER_TOKENS = 40
 FAMILIES = ["llama", "qwen3", "qwen3_moe"]
 
 
@@ -167,7 +167,7 @@ def test_decoder_sees_what_a_fresh_forward_pass_gives(
 
     monkeypatch.setattr(world.target, "logits", record_logits)
     monkeypatch.setattr(drafter, "observe", record_rows)
-    run = speculative_generate(world.target, drafter, prompt, 41, 3, GREEDY)
+    run = speculative_generate(world.target, drafter, prompt, ANSWER_TOKENS, 3, GREEDY)
     rejected = [entry for entry in run.rounds if entry.num_accepted < 3]
     assert len(rejected) > 3
     assert len(rejected) < len(run.rounds)  # rollbacks, and rounds without

@@ -98,9 +98,6 @@ def test_a_wrong_line_of_turns_is_named(encoder: Encoder, tmp_path: Path, second
         read_prompts(corpus(file), encoder)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="eval/suites.py:44 takes the first letter of a string and str() of anything else"
-)
 @pytest.mark.parametrize("turns", ["a question", [{"content": "a question"}], [None]])
 def test_turns_that_are_no_list_of_texts_are_refused(encoder: Encoder, tmp_path: Path, turns: Any) -> None:
     file = write(tmp_path / "t.jsonl", {"turns": ["fine"]}, {"turns": turns})
@@ -115,7 +112,6 @@ def test_a_wrong_line_of_messages_is_named(encoder: Encoder, tmp_path: Path, sec
         read_prompts(corpus(file), encoder)
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="eval/suites.py:35 renders an empty prompt: traceback")
 def test_a_conversation_that_starts_with_an_answer_is_no_prompt(encoder: Encoder, tmp_path: Path) -> None:
     file = write(tmp_path / "p.jsonl", {"messages": [message("assistant", "Hello"), message("user", "Hi")]})
     with pytest.raises(InputError, match=r"p\.jsonl:1"):

@@ -52,12 +52,13 @@ class Export:
         return str(caught.value).replace(str(folder), "")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def make_export(tiny_target: Callable[..., Any], tiny_drafter: Callable[..., Any]) -> Callable[..., Export]:
     """make_export(draft_vocab_size, target overrides, dtype, **drafter overrides)."""
+    default = tiny_target("llama")
 
     def make(size: int | None = 50, shape: Any = None, dtype: str = "float32", **overrides: Any) -> Export:
-        target = tiny_target("llama", **(shape or {}))
+        target = default if shape is None else tiny_target("llama", **shape)
         return Export(target, tiny_drafter(target, size, **overrides), dtype)
 
     return make
@@ -212,12 +213,11 @@ def test_a_missing_config_key_is_named(export: Export, tmp_path: Path, key: str)
     assert f"lacks the key '{key}'" in export.fault(tmp_path)
 
 
-@pytest.mark.xfail(strict=True, reason="serve_export/contract.py:74 does not look at these keys (serving.md 1.9, 1.11)")
 @pytest.mark.parametrize(
     "key",
     [
         "rope_scaling", "architectures", "model_type", "hidden_act", "rms_norm_eps", "max_position_embeddings",
-        "norm_output", "norm_before_residual", "num_hidden_layers",
+        "norm_output", "norm_before_residual", "norm_before_fc", "num_hidden_layers", "attention_bias",
     ],
 )  # fmt: skip
 def test_a_missing_key_that_engines_default_is_named(export: Export, tmp_path: Path, key: str) -> None:
@@ -225,7 +225,6 @@ def test_a_missing_key_that_engines_default_is_named(export: Export, tmp_path: P
     assert key in export.fault(tmp_path)
 
 
-@pytest.mark.xfail(strict=True, reason="serve_export/contract.py:84 compares rope_theta only")
 def test_lost_rope_scaling_is_refused(make_export: Any, tmp_path: Path) -> None:
     export = make_export(shape={"rope_parameters": LLAMA3_ROPE})
     export.config |= {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}

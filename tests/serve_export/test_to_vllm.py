@@ -195,7 +195,6 @@ def test_serve_command_names_method_folder_and_k() -> None:
     assert len(words) == 5
 
 
-@pytest.mark.xfail(strict=True, reason="serve_export/to_vllm.py:97 does not quote paths for the shell")
 @pytest.mark.parametrize("folder", ["my outputs/head", "it's/head", 'say "hi"/head'])
 def test_serve_command_survives_unusual_folder_names(folder: str) -> None:
     words = shlex.split(serve_command(folder, folder, 3))
