@@ -277,7 +277,7 @@ def resolve_path(target_config: TargetConfig) -> str:
     except (OSError, ValueError) as error:
         raise InputError(
             f"target {target_config.name}: {path!r} is no folder here and cannot be read from the model hub; "
-            "name a downloaded model folder with target.path=FOLDER"
+            "name a downloaded model folder with target.path=FOLDER (for a checkpoint: target_path=FOLDER)"
         ) from error
     return path
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from yaml import YAMLError
 
 from conf import InputError
 from conf.cli import rebuild
@@ -132,7 +133,10 @@ def read_manifest(folder: Path) -> Manifest:
     found = fields.pop("format", None)
     if found != FORMAT:
         raise InputError(f"{folder} has checkpoint format {found}, this version reads {FORMAT}")
-    return Manifest(**{**fields, "target": TargetIdentity(**fields["target"])})
+    try:
+        return Manifest(**{**fields, "target": TargetIdentity(**fields["target"])})
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{folder / 'manifest.json'} lacks or has unknown fields ({error})") from error
 
 
 def load_drafter(path: str, target_path: str | None, dtype: torch.dtype | None) -> LoadedDrafter:
@@ -148,12 +152,19 @@ def load_drafter(path: str, target_path: str | None, dtype: torch.dtype | None) 
     """
     folder = find_checkpoint(path)
     manifest = read_manifest(folder)
-    job = OmegaConf.load(folder / "config.yaml")
+    try:
+        job = OmegaConf.load(folder / "config.yaml")
+    except (OSError, YAMLError) as error:
+        raise InputError(f"cannot read {folder / 'config.yaml'}") from error
+    if not isinstance(job, DictConfig) or not {"target", "drafter"} <= job.keys():
+        raise InputError(f"{folder / 'config.yaml'} is no training config")
     if target_path is not None:
         job.target.path = target_path
     target_config: TargetConfig = rebuild(job.target, ("data.target.",))
     drafter_config: DrafterConfig = rebuild(job.drafter, ("train.drafters.",))
     weights = read_safetensors(folder / "model.safetensors", load_file)
+    if "draft_to_target_ids" not in weights:
+        raise InputError(f"{folder / 'model.safetensors'} lacks draft_to_target_ids")
     target = Target(target_config, dtype)
     manifest.target.require(target.identity())
     drafter = drafter_config.build(target.parts, weights["draft_to_target_ids"])

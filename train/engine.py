@@ -12,11 +12,13 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
-from conf import config
+from conf import InputError, config
 from data.batch import Batch, TargetFeatures
-from train.drafters.base import Drafter
+from train.drafters.base import Drafter, DraftLoss
 from train.optim import OptimConfig, deepspeed_optimizer, schedule_factory
 from train.state_files import load_state, save_state
 
@@ -97,6 +99,11 @@ class Engine:
             "torch_autocast": {"enabled": precision == "bfloat16", "dtype": "bfloat16"},
             "steps_per_print": 2**31,
         }
+        if optim.name == "muon":
+            # Under ZeRO DeepSpeed would clip Muon's orthogonalised update, not the gradient; Muon needs no clipping:
+            # its update does not depend on the gradient's size. With ZeRO-3 it refuses to work on scattered gradients.
+            settings["gradient_clipping"] = 0.0
+            settings["zero_optimization"] = {"reduce_scatter": False, **zero.zero_optimization}
         parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
         self._engine, _, _, _ = deepspeed.initialize(
             model=drafter,
@@ -115,9 +122,10 @@ class Engine:
         if len(micro_batches) != self.accumulation_steps:
             raise ValueError(f"expected {self.accumulation_steps} micro-batches, got {len(micro_batches)}")
         sums: Tensor | None = None
+        learning_rate = float(self._engine.get_lr()[-1])
         self._engine.train()
         for batch, features in micro_batches:
-            result = self._engine(batch, features)
+            result = DraftLoss(*self._engine(batch, features))
             self._engine.backward(result.loss * self.world_size * self.accumulation_steps)
             gradient_norm = self._unpartitioned_gradient_norm()
             self._engine.step()
@@ -132,7 +140,7 @@ class Engine:
             step_losses=values[1 : steps + 1],
             step_matches=values[steps + 1 :],
             gradient_norm=float(gradient_norm if gradient_norm is not None else self._engine.get_global_grad_norm()),
-            learning_rate=float(self._engine.get_lr()[-1]),
+            learning_rate=learning_rate,
         )
 
     def _unpartitioned_gradient_norm(self) -> Tensor | None:
@@ -150,6 +158,9 @@ class Engine:
     def save(self, folder: Path) -> None:
         """Write optimizer, schedule and (partitioned) weights below `folder`, one file per rank and part."""
         self._engine.save_checkpoint(str(folder), tag="engine", save_latest=False)
+        if dist.get_rank() == 0:
+            for script in folder.glob("zero_to_*.py"):  # DeepSpeed leaves its converters; a checkpoint holds no code
+                script.unlink()
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote; the same number of ranks and ZeRO stage are needed.
@@ -157,7 +168,14 @@ class Engine:
         Raises:
             InputError: if a file is missing or damaged.
         """
-        self._engine.load_checkpoint(str(folder), tag="engine")
+        try:
+            path, _ = self._engine.load_checkpoint(str(folder), tag="engine")
+        except (AssertionError, ZeRORuntimeException) as error:
+            raise InputError(
+                f"cannot resume from {folder}: {str(error) or 'files are missing from engine/'}"
+            ) from error
+        if path is None:
+            raise InputError(f"cannot resume from {folder}: files are missing from engine/")
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -172,7 +190,9 @@ class _SafetensorsCheckpoints(CheckpointEngine):  # type: ignore[misc]
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one of DeepSpeed's state dicts."""
-        save_state(_replace(state_dict, LossScaler, lambda scaler: ("LossScaler", scaler.cur_scale)), Path(path))
+        plain = _replace(state_dict, LossScaler, lambda scaler: ("LossScaler", scaler.cur_scale))
+        # Where ZeRO cut its flat buffers: informative only, loading cuts them anew.
+        save_state(_replace(plain, fragment_address, lambda piece: [piece.numel, piece.start]), Path(path))
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read one of DeepSpeed's state dicts."""

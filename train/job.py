@@ -84,6 +84,12 @@ def run(composed: DictConfig) -> None:
 def build_drafter(job: TrainJob, target: Target, corpus: PreparedCorpus) -> Drafter:
     """The untrained drafter, with a draft vocabulary of the corpus's own."""
     torch.manual_seed(job.seed)
+    longest = max(map(len, corpus.validation_prompts), default=0) + job.validation_tokens
+    if longest > target.hf_config.max_position_embeddings:
+        raise InputError(
+            f"validation_tokens={job.validation_tokens}: prompt and answer need {longest} tokens, more than the "
+            f"target's context of {target.hf_config.max_position_embeddings}"
+        )
     try:
         return job.drafter.build(target.parts, corpus.draft_vocabulary(target, job.drafter.draft_vocab_size))
     except ValueError as error:  # the drafter's settings do not fit this target
@@ -115,6 +121,7 @@ class Trainer:
         self.stream = TrainingStream(corpus.train, job.data, job.seed, job.epochs)
         self.store = FeatureStore(target, drafter.wants, self.stream)
         self.validation = Validation(target, drafter.wants, corpus.validation_prompts, job.validation_tokens)
+        self.trainable_parameters = drafter.num_trainable_parameters()
         accumulation = self.stream.accumulation_steps(world_size)
         total = self.stream.total_steps
         self.engine = Engine(drafter, job.optim, job.deepspeed, job.precision, accumulation, total)
@@ -139,10 +146,10 @@ class Trainer:
                 if self._due(step, self.job.validate_every_steps) or self._due(step, self.job.checkpoint_every_steps):
                     acceptance = self.validation.measure(self.drafter, self.job.num_draft_tokens)
                     row |= acceptance
-                if self._due(step, self.job.checkpoint_every_steps):
-                    self._checkpoint(step, acceptance.get("acceptance_length"), config_yaml)
                 if metrics is not None:
                     metrics.write({"step": step, **row})
+                if self._due(step, self.job.checkpoint_every_steps):
+                    self._checkpoint(step, acceptance.get("acceptance_length"), config_yaml)
                 if self._due(step, self.job.log_every_steps) or "acceptance_length" in row:
                     tracker.log(step, row)
                 progress.update(step, _figures(row, acceptance))
@@ -199,7 +206,7 @@ class Trainer:
             "steps": self.stream.total_steps,
             "resumed_from_step": resumed_step,
             "trained_tokens": self.stream.trained_tokens(self.stream.total_steps),
-            "trainable_parameters": self.drafter.num_trainable_parameters(),
+            "trainable_parameters": self.trainable_parameters,
             "train_seconds": round(seconds, 1),
             "next": f"python -m eval checkpoint={self.folder}",
         }

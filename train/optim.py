@@ -33,7 +33,7 @@ class OptimConfig:
     decay_ratio: float = Field(ge=0, le=1)
     """Only for wsd."""
     clip: float = Field(ge=0)
-    """Largest norm of the global gradient; 0 does not clip."""
+    """Largest norm of the global gradient; 0 does not clip. Unused by muon, whose update has a norm of its own."""
 
 
 def deepspeed_optimizer(optim: OptimConfig) -> dict[str, Any]:

@@ -24,12 +24,12 @@ def previous_run(
     Raises:
         InputError: if it was started with other settings or for another target, naming both values.
     """
+    if resume == "never":
+        if rank == 0 and (folder / "metrics.jsonl").exists():
+            folder.rename(_free_name(folder))
+        return
     newest = latest_checkpoint(folder)
     if newest is None:
-        return
-    if resume == "never":
-        if rank == 0:
-            folder.rename(_free_name(folder))
         return
     read_manifest(newest).target.require(target)
     before = _flat(OmegaConf.to_container(OmegaConf.load(newest / "config.yaml"), resolve=True))

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from conf import InputError
 from conf.records import read_safetensors
 
 Json = Any
@@ -40,7 +41,10 @@ def load_state(path: Path) -> Any:
 
     def read(name: str) -> Any:
         with safe_open(name, framework="pt") as file:
-            structure = json.loads(file.metadata()["structure"])
+            metadata = file.metadata() or {}
+            if "structure" not in metadata:
+                raise InputError(f"{path} is not a training state of ours")
+            structure = json.loads(metadata["structure"])
             return _decode(structure, {key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
 
     return read_safetensors(path, read)
@@ -48,8 +52,9 @@ def load_state(path: Path) -> Any:
 
 def _encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Json:
     if isinstance(value, Tensor):
-        tensors[where] = value.detach().cpu().contiguous().clone()  # clone: safetensors refuses shared storage
-        return {"tensor": where}
+        name = f"{len(tensors)} {where}"  # the number: two places may read alike
+        tensors[name] = value.detach().cpu().contiguous().clone()  # clone: safetensors refuses shared storage
+        return {"tensor": name}
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
     if isinstance(value, torch.dtype):

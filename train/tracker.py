@@ -5,8 +5,6 @@ import uuid
 from pathlib import Path
 from typing import Any, Literal
 
-import wandb
-
 from conf import config
 from conf.records import write_text
 
@@ -35,6 +33,8 @@ class Tracker:
         self._run: Any = None
         if tracker.name == "none":
             return
+        import wandb  # here, so that a run without it neither needs nor starts it
+
         online = wandb.api.api_key is not None and os.environ.get("WANDB_MODE") not in ("offline", "disabled")
         identity = folder / "tracker_id"  # moved aside with the folder: a run started anew is a new one in W&B too
         if not identity.exists():

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.train.conftest import Launcher, command
 
 from conf.cli import launch
+from tests.train.conftest import Launcher, command
 
 Args = Callable[..., list[str]]
 GOOD = {"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}]}
@@ -37,7 +37,7 @@ def trained(launcher: Launcher, tiny_args: Args, tmp_path_factory: pytest.TempPa
     return folder / "run"
 
 
-# --- the command line: refused before anything is loaded -----------------------------------------------------------------
+# --- the command line: refused before anything is loaded --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_training_settings_that_do_not_fit(
     assert everything(tmp_path) == set()
 
 
-# --- the corpus ------------------------------------------------------------------------------------------------------------
+# --- the corpus -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_folder_as_a_corpus(launcher: Launcher, tiny_args: Args, tmp_path: Path)
     assert_one_sentence(done.code, done.err, str(tmp_path), "corpus.path=")
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------------
+# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("module", ["eval", "serve_export"])
@@ -208,7 +208,7 @@ def test_evaluation_settings_that_do_not_fit(
     assert everything(tmp_path) == set()
 
 
-# --- the same from a real shell --------------------------------------------------------------------------------------------
+# --- the same from a real shell ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,6 @@ def test_evaluation_settings_that_do_not_fit(
         (["train", "+target=qwen3", "drafter=eagle2"], ["did you mean 'eagle3'?"]),
         (["train", "+target=qwen3", "tracker=none"], ["'Qwen/Qwen3-8B'", "model hub", "target.path="]),
         (["eval", "checkpoint=nonsense"], ["nonsense is no checkpoint", "checkpoint="]),
-        (["serve_export", "checkpoint=nonsense"], ["nonsense is no checkpoint"]),
     ],
 )
 def test_real_commands_end_with_code_2_and_one_sentence(tmp_path: Path, argv: list[str], parts: list[str]) -> None:

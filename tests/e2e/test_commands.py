@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+
 from tests.train.conftest import TINY, Finished, Launcher, rows, write_corpus
 
 Folder = Callable[..., Path]

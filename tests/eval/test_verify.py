@@ -41,7 +41,7 @@ class Controlled:
         self.uniforms: list[float] = []
         self.drawn_from: list[torch.Tensor] = []
 
-    def _rand(self, count: int, generator: Any = None, dtype: Any = None) -> torch.Tensor:
+    def _rand(self, count: int, generator: Any = None, dtype: Any = None, device: Any = None) -> torch.Tensor:
         assert len(self.uniforms) == count
         return torch.tensor(self.uniforms, dtype=dtype)
 

@@ -6,6 +6,7 @@ torchrun starts): `__main__` runs, exit codes are real, and a SIGKILL kills.
 """
 
 import functools
+import importlib
 import json
 import os
 import pkgutil
@@ -24,6 +25,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "WANDB_API_KEY")
+JOBS = ("train.job", "eval.job", "serve_export.job")
 TINY = (
     "+target=qwen3", "drafter=eagle3", "target.name=tiny", "target.dtype=float32", "target.chat_template_kwargs={}",
     "precision=float32", "corpus=jsonl", "drafter.draft_vocab_size=200", "data.pack_tokens=256", "data.max_tokens=256",
@@ -109,14 +111,8 @@ def shared_launcher() -> Launcher:
 
 def serve() -> None:
     """The launcher's process: read requests, fork, answer. Nothing is computed here, so that forking is safe."""
-    import torch._dynamo
-    import transformers.models.llama.modeling_llama
-    import transformers.models.qwen3.modeling_qwen3
-
-    import eval.job
-    import serve_export.job
-    import train.job  # noqa: F401
-
+    for name in (*JOBS, "torch._dynamo", "transformers.models.llama.modeling_llama"):
+        importlib.import_module(name)
     for line in sys.stdin:
         request = json.loads(line)
         with socket.socket() as probe:

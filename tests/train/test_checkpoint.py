@@ -11,10 +11,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
-from tests.train.conftest import Launcher
 
 from conf import InputError
 from conf.cli import check_overrides
+from tests.train.conftest import Launcher
 from train.checkpoint import (
     CheckpointWriter,
     Manifest,
@@ -171,8 +171,8 @@ def test_loaded_drafter_is_the_saved_one(saved: Any) -> None:
 
 def test_dtype_of_loading_is_that_of_target_and_drafter(saved: Any) -> None:
     loaded = load_drafter(str(saved[0]), None, torch.bfloat16)
-    floats = [p for p in (*loaded.drafter.parameters(), *loaded.target.model.parameters())]
-    assert {p.dtype for p in floats} == {torch.bfloat16}
+    parameters = (*loaded.drafter.parameters(), *loaded.target.model.parameters())
+    assert {parameter.dtype for parameter in parameters} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(

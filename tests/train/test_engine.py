@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.train.conftest import Finished, Launcher, command, losses, rows
 
 from conf.cli import build, check_overrides
 from data.loader import DataConfig, TrainingStream
 from data.prepare import prepare
 from data.target import Target
+from tests.train.conftest import Finished, Launcher, command, losses, rows
 from train.job import build_drafter
 
 FIRST, CURVE = 1e-6, 1e-5

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.conftest import Launcher, rows
 
 from conf.cli import build, check_overrides
+from tests.train.conftest import Launcher, rows
 from train.optim import OptimConfig, deepspeed_optimizer, schedule_factory
 from train.state_files import load_state
 

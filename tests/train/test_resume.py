@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from tests.train.conftest import Finished, Launcher
 
 from conf import InputError
 from conf.cli import check_overrides
+from tests.train.conftest import Finished, Launcher
 from train.checkpoint import CheckpointWriter, Manifest
 from train.resume import MAY_CHANGE, previous_run
 
@@ -141,7 +141,7 @@ def test_other_target_is_refused_with_both_values(
 
 @pytest.fixture(scope="module")
 def finished(launcher: Launcher, tiny_args: Args, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """finished(zero, folder) -> (run again, run folder): a copy of a finished two-rank run, and its command."""
+    """finished(zero, folder) -> (run again on so many ranks, run folder): a copy of a finished run of one rank."""
     made: dict[str, Path] = {}
 
     def make(zero: str, folder: Path) -> tuple[Callable[[int], Finished], Path]:
@@ -149,7 +149,7 @@ def finished(launcher: Launcher, tiny_args: Args, tmp_path_factory: pytest.TempP
         argv = [argument for argument in tiny_args(Path("out"), *settings) if not argument.startswith("output_dir=/")]
         if zero not in made:
             made[zero] = tmp_path_factory.mktemp(zero)
-            launcher("train", argv, made[zero], 2).succeeded()
+            launcher("train", argv, made[zero]).succeeded()
         shutil.copytree(made[zero] / "out", folder / "out", symlinks=True)
         return lambda ranks: launcher("train", argv, folder, ranks), folder / "out"
 
@@ -166,7 +166,7 @@ def assert_one_sentence(done: Finished, *parts: str) -> None:
 def test_finished_run_repeats_nothing(finished: Any, tmp_path: Path) -> None:
     again, run = finished("zero0", tmp_path)
     metrics, checkpoints = (run / "metrics.jsonl").read_text(), contents(run / "checkpoints")
-    again(2).succeeded()
+    again(1).succeeded()
     assert (run / "metrics.jsonl").read_text() == metrics
     assert contents(run / "checkpoints") == checkpoints
 
@@ -189,11 +189,11 @@ def test_missing_or_truncated_engine_file_is_one_sentence(
     path.unlink()
     if fault == "truncated":
         path.write_bytes(content[:-8])
-    assert_one_sentence(again(2), "engine")
+    assert_one_sentence(again(1), "engine")
 
 
 def test_partitioned_state_on_another_number_of_ranks_is_one_sentence(finished: Any, tmp_path: Path) -> None:
     again, run = finished("zero2", tmp_path)
     before = contents(run / "checkpoints")
-    assert_one_sentence(again(1), "2", "1")
+    assert_one_sentence(again(2), "1", "2")
     assert contents(run / "checkpoints") == before

@@ -23,7 +23,7 @@ def through_a_file(state: Any, folder: Path) -> Any:
     "state",
     [
         None, True, False, 0, -3, 2**70, 0.1, 1e-300, "", "ünïcode \" \\ \n", [], {}, (), set(), OrderedDict(),
-        [1, [2, [3, []]]], (1, (2,), [3]), {1, 2, 3}, {"a", None, True, 2.5}, torch.bfloat16, torch.int64, torch.bool,
+        [1, [2, [3, []]]], (1, (2,), [3]), {1, 2, 3}, torch.bfloat16, torch.int64, torch.bool,
         torch.Size([2, 3]), torch.Size([]), {"step": 7, "nested": {"betas": (0.9, 0.95), "names": ["x", None]}},
         {0: "zero", 1: "one"}, {None: 1, True: 2, 2.5: 3}, OrderedDict([("z", 1), ("a", [OrderedDict(b=2)])]),
         {"dtype": torch.float32, "value": torch.Size([1]), "tensor": "word", "list": [1]}, {"1": "text", 1: "number"},
@@ -35,6 +35,12 @@ def test_plain_values_keep_value_and_type(state: Any, tmp_path: Path) -> None:
     found = through_a_file(state, tmp_path)
     assert found == state
     assert repr(found) == repr(state)  # types and order, all the way down (== alone takes True for 1)
+
+
+def test_mixed_sets_keep_every_member_and_its_type(tmp_path: Path) -> None:
+    state = {"a", None, True, 2.5}  # their order differs from process to process
+    found = through_a_file(state, tmp_path)
+    assert {(type(member), member) for member in found} == {(type(member), member) for member in state}
 
 
 def test_nan_stays_nan(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The tracker: offline without a key, online with one, and nothing at all with tracker=none."""
 
 import json
-import os
 import struct
 import subprocess
 import sys
@@ -11,9 +10,9 @@ from typing import Any
 
 import pytest
 import wandb
-from tests.train.conftest import ROOT, environment
 from wandb.proto import wandb_internal_pb2
 
+from tests.train.conftest import ROOT, environment
 from train.tracker import Tracker, TrackerConfig
 
 WANDB = TrackerConfig(name="wandb", project="outrider-test")
@@ -160,7 +159,7 @@ def test_none_starts_and_writes_nothing(fake: FakeRun, tmp_path: Path) -> None:
     tracker.log(1, {"loss": 1.0, "loss/step": [1.0]})
     tracker.finish()
     assert fake.started == []
-    assert os.listdir(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_none_does_not_even_import_wandb(tmp_path: Path) -> None:

@@ -127,10 +127,11 @@ class Drafter(nn.Module, ABC):
     def to_serving(self) -> Servable:
         """Canonical tensors and facts for export."""
 
-    def forward(self, batch: Batch, features: TargetFeatures) -> DraftLoss:
-        """`loss`, under the name that DeepSpeed calls."""
-        return self.loss(batch, features)
+    def forward(self, batch: Batch, features: TargetFeatures) -> tuple[Tensor, Tensor, Tensor]:
+        """The fields of `loss`, as DeepSpeed calls it: under ZeRO-3 its hooks see into tuples, not into dataclasses."""
+        result = self.loss(batch, features)
+        return result.loss, result.step_losses, result.step_matches
 
     def num_trainable_parameters(self) -> int:
-        """Trainable elements."""
+        """Trainable elements; under ZeRO-3, where a rank holds only its part, ask before the engine is built."""
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)

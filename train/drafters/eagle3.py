@@ -125,6 +125,10 @@ class Eagle3(Drafter):
         self.lm_head.requires_grad_(self.settings.train_lm_head)
         self.norm.weight.copy_(target.final_norm)
         if self.settings.init_layer is not None:
+            if not -len(target.layers) <= self.settings.init_layer < len(target.layers):
+                raise ValueError(
+                    f"drafter.init_layer={self.settings.init_layer}: the target has {len(target.layers)} layers"
+                )
             copy_target_layer(self.midlayer, self.fc, target.layers[self.settings.init_layer])
 
     # --- training ----------------------------------------------------------------------------------------------------
