@@ -18,7 +18,7 @@ from conf import config
 from data.batch import Batch, TargetFeatures, TargetParts, Wants
 from train.drafters.base import Draft, Drafter, DrafterConfig, DraftLoss, Servable, Warp
 from train.drafters.eagle_layer import EagleLayer, copy_target_layer, default_aux_layers
-from train.drafters.layers import GrowingKV, Rotary, Spans, cached_attention, llama_shape, ttt_attention
+from train.drafters.layers import GrowingKV, RMSNorm, Rotary, Spans, cached_attention, llama_shape, ttt_attention
 from train.drafters.losses import LossKind, LossSettings, Teacher, chunked_distillation
 from train.drafters.rows import chain_labels, shifted_ids
 
@@ -106,11 +106,11 @@ class Eagle3(Drafter):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.init_seed)
             self.fc_norm = nn.ModuleList(
-                nn.RMSNorm(width, shape.rms_norm_eps) for _ in range(len(layers) if settings.fc_norm else 0)
+                RMSNorm(width, shape.rms_norm_eps) for _ in range(len(layers) if settings.fc_norm else 0)
             )
             self.fc = nn.Linear(len(layers) * width, width, bias=False)
             self.midlayer = EagleLayer(shape, settings.norm_before_residual)
-            self.norm = nn.RMSNorm(width, shape.rms_norm_eps)
+            self.norm = RMSNorm(width, shape.rms_norm_eps)
             self.lm_head = nn.Linear(width, len(draft_to_target_ids), bias=False)
         self.rotary = Rotary(shape)
         self.register_buffer("draft_to_target_ids", draft_to_target_ids.clone())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from train.drafters.layers import feed_forward, rotate
+from train.drafters.layers import RMSNorm, feed_forward, rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """query (H, R, E), keys (G, R, E), values (G, R, E) of the rows at hand -> (H, R, E)."""
@@ -24,8 +24,8 @@ class EagleLayer(nn.Module):
         self.head_dim: int = shape.head_dim
         self.norm_before_residual = norm_before_residual
         width, eps = shape.hidden_size, shape.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(width, eps)
-        self.hidden_norm = nn.RMSNorm(width, eps)
+        self.input_layernorm = RMSNorm(width, eps)
+        self.hidden_norm = RMSNorm(width, eps)
         self.self_attn = nn.ModuleDict(
             {
                 "q_proj": nn.Linear(2 * width, self.num_heads * self.head_dim, bias=False),
@@ -34,7 +34,7 @@ class EagleLayer(nn.Module):
                 "o_proj": nn.Linear(self.num_heads * self.head_dim, width, bias=False),
             }
         )
-        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = feed_forward(shape)
 
     def forward(self, embeds: Tensor, hidden: Tensor, table: tuple[Tensor, Tensor], attend: Attend) -> Tensor:

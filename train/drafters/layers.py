@@ -44,6 +44,15 @@ def llama_shape(target: PretrainedConfig) -> LlamaConfig:
     )
 
 
+class RMSNorm(nn.RMSNorm):
+    """torch's RMSNorm in its weight's precision: with mixed ones (autocast) torch leaves the fused kernel and warns."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(..., D) -> (..., D) in the weight's dtype."""
+        normed: Tensor = super().forward(states.to(self.weight.dtype))
+        return normed
+
+
 class Rotary:
     """Rotary position embedding with the target's base and scaling (all of transformers' rope types).
 
