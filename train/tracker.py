@@ -35,7 +35,7 @@ class Tracker:
             return
         import wandb  # here, so that a run without it neither needs nor starts it
 
-        online = os.environ.get("WANDB_MODE") not in ("offline", "disabled") and wandb.login(prompt=False)
+        online = wandb.api.api_key is not None and os.environ.get("WANDB_MODE") not in ("offline", "disabled")
         identity = folder / "tracker_id"  # moved aside with the folder: a run started anew is a new one in W&B too
         if not identity.exists():
             write_text(identity, uuid.uuid4().hex)

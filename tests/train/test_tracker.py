@@ -5,6 +5,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRun:
 def test_online_exactly_where_there_is_a_key_and_nothing_forbids_it(
     fake: FakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str | None, mode: str | None, expected: str
 ) -> None:
-    monkeypatch.setattr(wandb, "login", lambda prompt: key is not None)
+    monkeypatch.setattr(wandb, "api", SimpleNamespace(api_key=key))
     monkeypatch.delenv("WANDB_MODE", raising=False)
     if mode is not None:
         monkeypatch.setenv("WANDB_MODE", mode)
