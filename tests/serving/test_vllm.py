@@ -9,14 +9,16 @@ import torch
 pytestmark = pytest.mark.serving
 
 
-def evaluate_and_serve(served: Any, name: str, checkpoint: str, target: str, overrides: list[str]) -> dict[str, Any]:
-    """Decode with our decoder in bf16, export, serve the export with vLLM on the same prompts; returns the record."""
+def evaluate_and_serve(
+    served: Any, name: str, checkpoint: str, target: str, dtype: str, overrides: list[str]
+) -> dict[str, Any]:
+    """Decode in `dtype` with our decoder, export, serve with vLLM on the same prompts; the record of both."""
     folder = served.output / f"{name}-eval"
-    common = [f"checkpoint={checkpoint}", "dtype=bfloat16", "plain_prompts=0", f"output_dir={folder}"]
+    common = [f"checkpoint={checkpoint}", f"dtype={dtype}", "plain_prompts=0", f"output_dir={folder}"]
     served.command("eval", *common, *overrides)
     ours = json.loads((folder / "summary.json").read_text())
     export = served.output / f"{name}-export"
-    served.command("serve_export", f"checkpoint={checkpoint}", "stack=vllm", f"output_dir={export}")
+    served.command("serve_export", f"checkpoint={checkpoint}", "stack=vllm", f"dtype={dtype}", f"output_dir={export}")
     decoded = json.loads((folder / "rounds.json").read_text())
     request = {
         "target": target,
@@ -24,26 +26,39 @@ def evaluate_and_serve(served: Any, name: str, checkpoint: str, target: str, ove
         "prompts": [row["prompt"] for row in decoded.values()],
         "num_draft_tokens": ours["num_draft_tokens"],
         "max_tokens": ours["max_tokens"],
-        "dtype": "bfloat16",
+        "dtype": dtype,
     }
     return served.record(name, ours, served.vllm(name, request))
 
 
 def test_vllm_delivers_the_acceptance_length_that_we_report(served: Any, checkpoint: str, smollm2_folder: str) -> None:
-    row = evaluate_and_serve(served, "eagle3", checkpoint, smollm2_folder, [])
+    row = evaluate_and_serve(served, "eagle3", checkpoint, smollm2_folder, "bfloat16", [])
     assert row["ours"] > 1.1  # a head that drafts nothing right would agree with anything
     assert row["engine"] == pytest.approx(row["ours"], rel=0.02)
 
 
 def test_an_overfitted_head_is_accepted_nearly_always(served: Any, smollm2_folder: str) -> None:
+    """In float32 throughout, so that both engines write the very text that the head was trained on.
+
+    127 tokens: the first comes with the prompt, then 21 full rounds of 5 drafts and the target's own token.
+    """
     corpus = served.output / "one_conversation.jsonl"
     corpus.write_text(json.dumps(greedy_conversation()) + "\n")
     head = served.output / "overfit"
     data = ["corpus=jsonl", f"corpus.path={corpus}"]
     served.command(
-        "train", "+target=smollm2", "+experiment=overfit", "tracker=none", f"output_dir={head}", "resume=never", *data
+        "train",
+        "+target=smollm2",
+        "+experiment=overfit",
+        "target.dtype=float32",
+        "tracker=none",
+        f"output_dir={head}",
+        "resume=never",
+        *data,
     )
-    row = evaluate_and_serve(served, "overfit", str(head), smollm2_folder, [*data, "num_draft_tokens=5"])
+    row = evaluate_and_serve(
+        served, "overfit", str(head), smollm2_folder, "float32", [*data, "num_draft_tokens=5", "max_tokens=127"]
+    )
     for side in ("ours", "engine"):
         assert (row[side] - 1) / 5 >= 0.95, f"{side}: {row}"
 
