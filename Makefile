@@ -24,7 +24,7 @@ $(VLLM_BIN)/installed: tests/serving/vllm_requirements.py
 	$(VLLM_BIN)/pip install --quiet --requirement .venv-vllm/requirements.txt
 	touch $@
 
-demo: $(BIN)/installed  ## train EAGLE-3 for SmolLM2, measure it, export it for vLLM (about 15 minutes on 2 cores)
+demo: $(BIN)/installed  ## train EAGLE-3 for SmolLM2, measure it, export it for vLLM
 	$(BIN)/python -m train +target=smollm2 drafter=eagle3
 	$(BIN)/python -m eval checkpoint=$(RUN)
 	$(BIN)/python -m serve_export checkpoint=$(RUN) stack=vllm
