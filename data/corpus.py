@@ -37,6 +37,12 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     """Tool definitions, handed to the chat template."""
 
+    @property
+    def first_prompt(self) -> list[dict[str, Any]]:
+        """The messages before the first answer."""
+        roles = [message["role"] for message in self.messages]
+        return self.messages[: roles.index("assistant")] if "assistant" in roles else self.messages
+
 
 def read_conversations(corpus: CorpusConfig, require_answer: bool = True) -> list[Conversation]:
     """Read and validate a corpus.

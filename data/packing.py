@@ -7,7 +7,6 @@ is kept anywhere: the same arguments give the same packs, so a resumed run sees 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from conf import InputError
 from data.batch import PADDING, Batch
@@ -85,6 +84,11 @@ def collate(packs: Sequence[Sequence[Document]], pack_tokens: int, token_weights
     return Batch(input_ids, position_ids, document_ids, loss_mask, weights)
 
 
+def collate_alone(document: Document, pack_tokens: int) -> Batch:
+    """`document` as a batch of its own, padded to `pack_tokens`; its weights are 0, as where no loss is taken."""
+    return collate([[document]], pack_tokens, [[0.0]])
+
+
 def answer_weights(packs: Sequence[Sequence[Document]], normalisation: str) -> list[list[float]]:
     """Weight of one supervised token of each document of a global batch, so that the batch's weights sum to 1.
 
@@ -98,8 +102,3 @@ def answer_weights(packs: Sequence[Sequence[Document]], normalisation: str) -> l
         return [[1 / total for _ in pack] for pack in supervised]
     documents = sum(map(len, packs))
     return [[1 / (documents * count) for count in pack] for pack in supervised]
-
-
-def ids_tensor(documents: Sequence[Document]) -> Tensor:
-    """Every token id of `documents`, one after the other, int64."""
-    return torch.tensor([token for document in documents for token in document.input_ids])

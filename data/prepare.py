@@ -69,9 +69,5 @@ def prepare(target: Target, corpus: CorpusConfig, max_tokens: int, num_validatio
         if index not in held_out
         for document in encoder.encode(conversation)
     ]
-    prompts = []
-    for index in order[:num_validation]:
-        messages = conversations[index].messages
-        first_answer = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        prompts.append(encoder.prompt_ids(messages[:first_answer]))
+    prompts = [encoder.prompt_ids(conversations[index].first_prompt) for index in order[:num_validation]]
     return PreparedCorpus(train=train, validation_prompts=prompts)

@@ -16,7 +16,7 @@ from conf.cli import build
 from conf.records import provenance, write_json, write_text
 from data.corpus import CorpusConfig
 from data.encode import Document
-from data.packing import collate
+from data.packing import collate_alone
 from data.prepare import make_encoder
 from data.target import Target
 from eval.generate import Generation, plain_generate, speculative_generate
@@ -149,7 +149,7 @@ def compare_with_walk(job: EvalJob, target: Target, drafter: Drafter, decoded: S
     for entry in decoded:
         prompt, answer = entry.prompt.input_ids, entry.speculative.tokens
         document = Document(prompt + answer, [False] * len(prompt) + [True] * len(answer), entry.prompt.source)
-        batch = collate([[document]], width, [[0.0]]).to(target.device)
+        batch = collate_alone(document, width).to(target.device)
         features = target.capture(batch, drafter.wants)
         walked = round_walk(drafter, batch, features, job.num_draft_tokens)[0]
         walked_counts += walked

@@ -30,13 +30,11 @@ def read_prompts(corpus: CorpusConfig, encoder: Encoder) -> list[Prompt]:
     else:
         questions = []
         for conversation in read_conversations(corpus, require_answer=False):
-            messages = conversation.messages
-            if messages[0]["role"] == "assistant":
+            if not conversation.first_prompt:
                 raise InputError(
                     f"{conversation.source}: the conversation starts with an answer; a prompt must precede"
                 )
-            first_answer = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
-            questions.append((conversation.source, messages[:first_answer]))
+            questions.append((conversation.source, conversation.first_prompt))
     return [Prompt(source=source, input_ids=encoder.prompt_ids(messages)) for source, messages in questions]
 
 

@@ -50,8 +50,3 @@ class ProgressReport:
             remaining = (now - self._started) / max(1, step - self._first_step) * (self.total_steps - step)
             line = f"{self.title} {step}/{self.total_steps}  {figures}  ETA {remaining:.0f} s"
             self.console.print(line, highlight=False, soft_wrap=True)
-
-    def note(self, text: str) -> None:
-        """A line of its own (a validation, a checkpoint)."""
-        if self.shown:
-            self.console.print(text, highlight=False, soft_wrap=True)

@@ -3,8 +3,7 @@
 from typing import Any
 
 from data.batch import Wants
-from data.encode import Document
-from data.packing import collate
+from data.packing import collate_alone
 from data.regenerate import greedy_answers
 from data.target import Target
 from train.acceptance import Acceptance, round_walk
@@ -20,7 +19,7 @@ class Validation:
         self._captured = []
         width = max(map(len, answers), default=0)
         for answer in answers:
-            batch = _alone(answer, width).to(target.device)
+            batch = collate_alone(answer, width).to(target.device)
             self._captured.append((batch, target.capture(batch, wants)))
 
     def measure(self, drafter: Drafter, num_draft_tokens: int) -> dict[str, Any]:
@@ -40,8 +39,3 @@ class Validation:
             "joint_rates": acceptance.joint_rates,
             "conditional_rates": acceptance.conditional_rates,
         }
-
-
-def _alone(document: Document, width: int) -> Any:
-    """`document` as a batch of its own, padded to `width` (one shape for all)."""
-    return collate([[document]], width, [[0.0]])

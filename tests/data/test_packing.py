@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from conf import InputError
 from data.batch import PADDING
 from data.encode import Document
-from data.packing import answer_weights, collate, ids_tensor, pack_documents
+from data.packing import answer_weights, collate, pack_documents
 
 CAPACITY = 20
 
@@ -93,7 +93,3 @@ def test_weights_of_a_global_batch_sum_to_one(normalisation, shapes):
     batch = collate(packs, CAPACITY, answer_weights(packs, normalisation))
     assert batch.token_weights.double().sum().item() == pytest.approx(1, abs=1e-6)
     assert torch.equal(batch.token_weights > 0, batch.loss_mask)
-
-
-def test_ids_tensor_joins_documents_in_order():
-    assert ids_tensor([document([3, 1], 1), document([2], 0)]).tolist() == [3, 1, 2]

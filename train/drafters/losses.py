@@ -145,15 +145,15 @@ class _ChunkedDistillation(torch.autograd.Function):
         losses = torch.zeros(num_steps, dtype=torch.float32, device=head.device)
         matches = torch.zeros_like(losses)
         for start in range(0, len(labels.label), CHUNK_ROWS):
-            label = labels.label[start : start + CHUNK_ROWS]
-            depth = labels.depth[start : start + CHUNK_ROWS]
-            chunk = teacher_chunk(teacher, label - 1, settings)
-            weights = token_weights[label] * chunk.counts  # (R,)
+            chosen = slice(start, start + CHUNK_ROWS)
+            part = ChainLabels(label=labels.label[chosen], depth=labels.depth[chosen])
+            chunk = teacher_chunk(teacher, part.label - 1, settings)
+            weights = token_weights[part.label] * chunk.counts  # (R,)
             best = chunk.renormalised.argmax(dim=-1)
             for step in range(num_steps):
                 # Rows that this step may not predict keep weight 0: cheaper than gathering the teacher anew.
-                step_weight = torch.where(depth > step, weights, 0)
-                rows = (label - 2 - step).clamp_min(0)
+                step_weight = torch.where(part.depth > step, weights, 0)
+                rows = part.student_rows(step).clamp_min(0)
                 student = hidden[step].index_select(0, rows)
                 logits = torch.nn.functional.linear(student, compute_head).float()
                 matches[step] += ((logits.argmax(dim=-1) == best) * step_weight).sum()
