@@ -28,6 +28,9 @@ class Batch:
     token_weights: Tensor
     """(B, T) float32, the share of each token in the loss of the *global* batch; 0 outside loss_mask. They sum to 1
     over all micro-batches of all ranks, so that the loss does not depend on how the global batch was cut."""
+    uniforms: Tensor
+    """(B, T) float32, each token's own random number in [0, 1) of this epoch: for drafters that train on a random part
+    of the rows. It belongs to the document, however the global batch was cut."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on `device`."""

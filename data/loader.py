@@ -55,13 +55,14 @@ class TrainingStream:
         """
         self.documents = documents
         self.data = data
+        self._seed = seed
         self.repeats_documents = epochs > 1
         self.first_epoch = self._epoch(seed, 0)
-        self._plan: list[list[int]] = []
+        self._plan: list[tuple[int, list[int]]] = []  # epoch, documents of a pack
         for epoch in range(math.ceil(epochs)):
             packs = self._epoch(seed, epoch)
             share = min(1.0, epochs - epoch)
-            self._plan += packs[: max(1, round(share * len(packs)))]
+            self._plan += [(epoch, pack) for pack in packs[: max(1, round(share * len(packs)))]]
         self.total_steps = math.ceil(len(self._plan) / data.global_batch_packs)
 
     def _epoch(self, seed: int, epoch: int) -> list[list[int]]:
@@ -86,19 +87,25 @@ class TrainingStream:
     def micro_batches(self, step: int, rank: int, world_size: int) -> list[MicroBatch]:
         """This rank's part of optimizer step `step` (0-based). The last step is filled up with empty packs."""
         size, micro = self.data.global_batch_packs, self.data.micro_batch_packs
-        packs = self._plan[step * size : (step + 1) * size]
-        packs += [[] for _ in range(size - len(packs))]
+        planned = self._plan[step * size : (step + 1) * size]
+        planned += [(0, []) for _ in range(size - len(planned))]
+        packs = [pack for _, pack in planned]
+        seeds = [[self._document_seed(epoch, index) for index in pack] for epoch, pack in planned]
         documents = [[self.documents[index] for index in pack] for pack in packs]
         weights = answer_weights(documents, self.data.loss_normalisation)
         parts = []
         for accumulation in range(self.accumulation_steps(world_size)):
             start = (accumulation * world_size + rank) * micro
             chosen = slice(start, start + micro)
-            batch = collate(documents[chosen], self.data.pack_tokens, weights[chosen])
+            batch = collate(documents[chosen], self.data.pack_tokens, weights[chosen], seeds[chosen])
             parts.append(MicroBatch(batch=batch, packs=packs[chosen]))
         return parts
 
+    def _document_seed(self, epoch: int, index: int) -> int:
+        """Of a document's random numbers in one epoch. Distinct for corpora of up to a million documents."""
+        return (self._seed * 100_003 + epoch) * 1_000_003 + index
+
     def trained_tokens(self, steps: int) -> int:
         """Tokens of the documents in the first `steps` optimizer steps."""
-        packs = self._plan[: steps * self.data.global_batch_packs]
-        return sum(len(self.documents[index]) for pack in packs for index in pack)
+        planned = self._plan[: steps * self.data.global_batch_packs]
+        return sum(len(self.documents[index]) for _, pack in planned for index in pack)

@@ -54,13 +54,19 @@ def pack_documents(lengths: Sequence[int], pack_tokens: int, seed: int, epoch: i
     return [packs[pack] for pack in order]
 
 
-def collate(packs: Sequence[Sequence[Document]], pack_tokens: int, token_weights: Sequence[Sequence[float]]) -> Batch:
+def collate(
+    packs: Sequence[Sequence[Document]],
+    pack_tokens: int,
+    token_weights: Sequence[Sequence[float]],
+    seeds: Sequence[Sequence[int]] | None = None,
+) -> Batch:
     """Lay documents out as a batch.
 
     Args:
         packs: the documents of each pack; a pack may be empty (all padding).
         pack_tokens: T.
         token_weights: for each pack, the weight of one supervised token of each of its documents.
+        seeds: for each pack, the seed of each document's `uniforms`; None leaves them 0.
 
     Returns:
         A batch of (len(packs), pack_tokens).
@@ -71,6 +77,7 @@ def collate(packs: Sequence[Sequence[Document]], pack_tokens: int, token_weights
     document_ids = torch.full(shape, PADDING, dtype=torch.int64)
     loss_mask = torch.zeros(shape, dtype=torch.bool)
     weights = torch.zeros(shape, dtype=torch.float32)
+    uniforms = torch.zeros(shape, dtype=torch.float32)
     for pack, (documents, document_weights) in enumerate(zip(packs, token_weights, strict=True)):
         start = 0
         for index, (document, weight) in enumerate(zip(documents, document_weights, strict=True)):
@@ -80,8 +87,11 @@ def collate(packs: Sequence[Sequence[Document]], pack_tokens: int, token_weights
             document_ids[pack, span] = index
             loss_mask[pack, span] = torch.tensor(document.loss_mask)
             weights[pack, span] = loss_mask[pack, span] * weight
+            if seeds is not None:
+                generator = torch.Generator().manual_seed(seeds[pack][index])
+                uniforms[pack, span] = torch.rand(len(document), generator=generator)
             start += len(document)
-    return Batch(input_ids, position_ids, document_ids, loss_mask, weights)
+    return Batch(input_ids, position_ids, document_ids, loss_mask, weights, uniforms)
 
 
 def collate_alone(document: Document, pack_tokens: int) -> Batch:

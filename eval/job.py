@@ -36,6 +36,8 @@ class EvalJob:
     """Run folder (its best checkpoint) or checkpoint folder."""
     target_path: str | None
     """Where the target is now, if not where training found it."""
+    trust_remote_code: bool
+    """Whether a target that brings its own code may run it."""
     run_name: str
     output_dir: str
     corpus: CorpusConfig
@@ -73,7 +75,7 @@ def run(composed: DictConfig) -> None:
     job: EvalJob = build(composed)
     if job.num_threads is not None:
         torch.set_num_threads(job.num_threads)
-    loaded = load_drafter(job.checkpoint, job.target_path, getattr(torch, job.dtype))
+    loaded = load_drafter(job.checkpoint, job.target_path, getattr(torch, job.dtype), job.trust_remote_code)
     target, drafter = loaded.target, loaded.drafter
     encoder = make_encoder(target, target.hf_config.max_position_embeddings)
     prompts = read_prompts(job.corpus, encoder)

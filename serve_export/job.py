@@ -36,6 +36,8 @@ class ExportJob:
     """Run folder (its best checkpoint) or checkpoint folder."""
     target_path: str | None
     """Where the target is now, if not where training found it."""
+    trust_remote_code: bool
+    """Whether a target that brings its own code may run it."""
     stack: StackConfig
     run_name: str
     output_dir: str
@@ -54,7 +56,7 @@ def run(composed: DictConfig) -> None:
     """
     job: ExportJob = build(composed)
     final = Path(job.output_dir)
-    loaded = load_drafter(job.checkpoint, job.target_path, torch.float32)
+    loaded = load_drafter(job.checkpoint, job.target_path, torch.float32, job.trust_remote_code)
     servable = loaded.drafter.to_serving()
     target_path = loaded.target.folder
     command = to_vllm.serve_command(target_path, str(final), job.num_draft_tokens)

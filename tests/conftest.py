@@ -99,7 +99,8 @@ def tiny_drafter() -> Callable[..., Any]:
     def make(target: Any, draft_vocab_size: int | None = None, seed: int = 0, **overrides: Any) -> Any:
         values: dict[str, Any] = {
             "name": "eagle3", "draft_vocab_size": draft_vocab_size, "aux_layers": None, "ttt_steps": 3,
-            "step_loss_decay": 0.8, "loss": "kl", "lk_scale": 1.0, "lk_decay": 3.0, "mask_out_of_vocab": False,
+            "step_loss_decay": 0.8, "row_keep_ratio": 1.0, "loss": "kl", "lk_scale": 1.0, "lk_decay": 3.0,
+            "mask_out_of_vocab": False,
             "fc_norm": False, "norm_output": False, "norm_before_residual": False, "train_lm_head": True,
             "init_layer": None, "init_seed": seed,
         }  # fmt: skip

@@ -139,13 +139,17 @@ def read_manifest(folder: Path) -> Manifest:
         raise InputError(f"{folder / 'manifest.json'} lacks or has unknown fields ({error})") from error
 
 
-def load_drafter(path: str, target_path: str | None, dtype: torch.dtype | None) -> LoadedDrafter:
+def load_drafter(
+    path: str, target_path: str | None, dtype: torch.dtype | None, trust_remote_code: bool
+) -> LoadedDrafter:
     """Read a checkpoint and load the target that it was trained for.
 
     Args:
         path: run or checkpoint folder.
         target_path: where the target is now, if not where training found it.
         dtype: of target and drafter; None keeps the target's own for both.
+        trust_remote_code: whether the target may bring code of its own. The checkpoint cannot decide that: it may
+            come from anywhere.
 
     Raises:
         InputError: if anything is missing or damaged, or the target is another one.
@@ -161,6 +165,11 @@ def load_drafter(path: str, target_path: str | None, dtype: torch.dtype | None) 
     if target_path is not None:
         job.target.path = target_path
     target_config: TargetConfig = rebuild(job.target, ("data.target.",))
+    if target_config.trust_remote_code and not trust_remote_code:
+        raise InputError(
+            f"{folder} was trained on a target that runs code from {target_config.path}: "
+            "add trust_remote_code=true if you trust it"
+        )
     drafter_config: DrafterConfig = rebuild(job.drafter, ("train.drafters.",))
     weights = read_safetensors(folder / "model.safetensors", load_file)
     if "draft_to_target_ids" not in weights:

@@ -74,6 +74,16 @@ def init_distributed() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
+def leave_distributed() -> None:
+    """Leave the process group once every rank has arrived here.
+
+    Its threads would otherwise outlive the interpreter: one that still frees the last collective's tensors while Python
+    shuts down aborts the process (seen on a rank that had nothing left to do after the last barrier).
+    """
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 class Engine:
     """Trains one drafter. Every rank calls every method."""
 

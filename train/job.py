@@ -19,7 +19,7 @@ from data.prepare import PreparedCorpus, prepare
 from data.target import Target, TargetConfig
 from train.checkpoint import CheckpointWriter, Manifest, latest_checkpoint
 from train.drafters.base import Drafter, DrafterConfig
-from train.engine import DeepSpeedConfig, Engine, Precision, StepResult, init_distributed
+from train.engine import DeepSpeedConfig, Engine, Precision, StepResult, init_distributed, leave_distributed
 from train.optim import OptimConfig
 from train.progress import ProgressReport
 from train.resume import previous_run
@@ -79,6 +79,7 @@ def run(composed: DictConfig) -> None:
     drafter = build_drafter(job, target, corpus)
     previous_run(Path(job.output_dir), composed, job.resume, target.identity(), rank)
     Trainer(job, target, corpus, drafter, rank, world_size).train(OmegaConf.to_yaml(composed), started)
+    leave_distributed()
 
 
 def build_drafter(job: TrainJob, target: Target, corpus: PreparedCorpus) -> Drafter:

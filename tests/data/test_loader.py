@@ -133,3 +133,29 @@ def test_without_packing_each_document_has_its_own_pack(documents):
     source = stream(documents, packing=False)
     assert all(len(pack) <= 1 for step in range(10) for part in of_all_ranks(source, step, 1) for pack in part.packs)
     assert sorted(n for step in range(10) for n in numbers(of_all_ranks(source, step, 1))) == list(range(40))
+
+
+def uniforms_of(source):
+    """(document, visit) -> its random numbers."""
+    found, visits = {}, {}
+    for step in range(source.total_steps):
+        for part in source.micro_batches(step, 0, 1):
+            ids, draws = part.batch.input_ids.flatten(), part.batch.uniforms.flatten()
+            for start, end in part.batch.document_spans():
+                number = int(ids[start]) - 1000
+                visits[number] = visits.get(number, 0) + 1
+                found[number, visits[number]] = draws[start:end].tolist()
+    return found
+
+
+def test_random_numbers_belong_to_document_and_epoch_however_the_batch_is_cut(documents):
+    packed = uniforms_of(stream(documents, epochs=2.0))
+    assert (
+        packed
+        == uniforms_of(stream(documents, packing=False, epochs=2.0))
+        == uniforms_of(stream(documents, 2, epochs=2.0))
+    )
+    draws = [draw for run in packed.values() for draw in run]
+    assert len(set(draws)) > 0.99 * len(draws) and all(0 <= draw < 1 for draw in draws)  # documents and epochs differ
+    assert sum(draws) / len(draws) == pytest.approx(0.5, abs=5 / (12 * len(draws)) ** 0.5)
+    assert uniforms_of(stream(documents, seed=6)) != packed

@@ -160,7 +160,7 @@ def test_manifest_that_lacks_a_field_is_an_input_error(copied: Path) -> None:
 
 def test_loaded_drafter_is_the_saved_one(saved: Any) -> None:
     folder, drafter = saved
-    loaded = load_drafter(str(folder), None, torch.float32)
+    loaded = load_drafter(str(folder), None, torch.float32, trust_remote_code=False)
     state = loaded.drafter.state_dict()
     assert state.keys() == drafter.state_dict().keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in drafter.state_dict().items())
@@ -170,7 +170,7 @@ def test_loaded_drafter_is_the_saved_one(saved: Any) -> None:
 
 
 def test_dtype_of_loading_is_that_of_target_and_drafter(saved: Any) -> None:
-    loaded = load_drafter(str(saved[0]), None, torch.bfloat16)
+    loaded = load_drafter(str(saved[0]), None, torch.bfloat16, trust_remote_code=False)
     parameters = (*loaded.drafter.parameters(), *loaded.target.model.parameters())
     assert {parameter.dtype for parameter in parameters} == {torch.bfloat16}
 
@@ -190,14 +190,14 @@ def test_missing_or_misshapen_tensor_is_named(copied: Path, name: str, fault: st
         weights[name] = torch.cat([tensor, tensor])
     save_file(weights, path)
     with pytest.raises(InputError, match=name):
-        load_drafter(str(copied), None, torch.float32)
+        load_drafter(str(copied), None, torch.float32, trust_remote_code=False)
 
 
 def test_extra_tensor_is_named(copied: Path) -> None:
     path = copied / "model.safetensors"
     save_file({**load_file(path), "midlayer.extra.weight": torch.zeros(1)}, path)
     with pytest.raises(InputError, match=r"model\.safetensors does not fit its config: midlayer\.extra\.weight"):
-        load_drafter(str(copied), None, torch.float32)
+        load_drafter(str(copied), None, torch.float32, trust_remote_code=False)
 
 
 @pytest.mark.parametrize("content", [None, "a: [1\n", "- 1\n", "target: {}\n"])
@@ -206,7 +206,7 @@ def test_missing_or_damaged_config_is_an_input_error(copied: Path, content: str 
     if content is not None:
         (copied / "config.yaml").write_text(content)
     with pytest.raises(InputError, match="config"):
-        load_drafter(str(copied), None, torch.float32)
+        load_drafter(str(copied), None, torch.float32, trust_remote_code=False)
 
 
 @pytest.mark.parametrize(
@@ -232,8 +232,17 @@ def test_config_that_names_a_foreign_function_is_refused_and_nothing_is_called(
     OmegaConf.update(job, key, call, merge=False, force_add=True)
     OmegaConf.save(job, copied / "config.yaml")
     with pytest.raises(InputError):
-        load_drafter(str(copied), None, torch.float32)
+        load_drafter(str(copied), None, torch.float32, trust_remote_code=False)
     assert not (tmp_path / "called").exists()
+
+
+def test_checkpoint_cannot_allow_remote_code_by_itself(copied: Path) -> None:
+    job = OmegaConf.load(copied / "config.yaml")
+    job.target.trust_remote_code = True
+    OmegaConf.save(job, copied / "config.yaml")
+    with pytest.raises(InputError, match="add trust_remote_code=true if you trust it"):
+        load_drafter(str(copied), None, torch.float32, trust_remote_code=False)
+    assert load_drafter(str(copied), None, torch.float32, trust_remote_code=True).manifest.step > 0
 
 
 @pytest.mark.parametrize("zero", ["zero0", "zero2"])

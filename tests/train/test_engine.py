@@ -161,6 +161,16 @@ def test_bfloat16_precision_keeps_float32_weights_and_nearly_the_loss(run: Run) 
     assert losses(folder) != reference  # matrix products really were rounded to 8 bits
 
 
+def test_job_ends_by_leaving_the_process_group(
+    launcher: Launcher, tiny_args: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """A rank whose communication threads outlive Python's own end may abort after all its work was done."""
+    argv = tiny_args(tmp_path / "run", *COMMON, "optim=adamw")
+    finished = launcher("train", argv, tmp_path, ranks=2, kill=("deepspeed.comm.destroy_process_group", 1))
+    assert finished.codes == [-9, -9]
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
 @pytest.mark.parametrize("name", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_launchers_start_two_ranks_that_train_like_one(
     run: Run, tiny_args: Callable[..., list[str]], tmp_path: Path, name: str

@@ -8,7 +8,9 @@
 Which row reads what is in `train.drafters.rows`. Shape letters as in `train.drafters.base`; R = flattened rows B * T.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from pydantic import Field
@@ -34,6 +36,9 @@ class Eagle3Config(DrafterConfig):
     """Training-time-test steps S; 7 in the EAGLE-3 code."""
     step_loss_decay: float = Field(gt=0, le=1)
     """Weight of step k is step_loss_decay ** k."""
+    row_keep_ratio: float = Field(gt=0, le=1)
+    """Share of a step's rows that the next step goes on from, drawn anew in every epoch and weighted up by as much:
+    later steps then cost less and the loss stays unbiased. 1 keeps all."""
     loss: LossKind
     """soft_ce, kl, lk_alpha or lk_lambda: see train/drafters/losses.py."""
     lk_scale: float = Field(ge=0)
@@ -137,13 +142,16 @@ class Eagle3(Drafter):
         """Distillation loss over all training-time-test steps; see Drafter.loss."""
         assert features.last_hidden_state is not None  # asked for in `wants`
         steps = self.settings.ttt_steps
-        hidden = [self.norm(stream) for stream in self._unroll(batch, features, steps)]
+        labels = chain_labels(batch, steps, self.settings.row_keep_ratio)
+        rows = [labels.rows(step) for step in range(steps)]
+        hidden = [self.norm(stream) for stream in self._unroll(batch, features, rows)]
         settings = LossSettings(
             kind=self.settings.loss,
             lk_scale=self.settings.lk_scale,
             lk_decay=self.settings.lk_decay,
             mask_out_of_vocab=self.settings.mask_out_of_vocab,
             step_weights=tuple(self.settings.step_loss_decay**k for k in range(steps)),
+            keep_ratio=self.settings.row_keep_ratio,
         )
         device = hidden[0].device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden[0].dtype
@@ -157,7 +165,7 @@ class Eagle3(Drafter):
             [rows.to(dtype) for rows in hidden],
             self.lm_head.weight,
             teacher,
-            chain_labels(batch, steps),
+            labels,
             batch.token_weights.flatten(),
             settings,
         )
@@ -166,25 +174,37 @@ class Eagle3(Drafter):
     @torch.no_grad()
     def greedy_drafts(self, batch: Batch, features: TargetFeatures, num_draft_tokens: int) -> Tensor:
         """Greedy drafts at every row; see Drafter.greedy_drafts."""
+        everywhere = torch.arange(batch.input_ids.numel(), device=batch.input_ids.device)
         drafts = [
             self.draft_to_target_ids[self.lm_head(self.norm(stream)).argmax(dim=-1)]
-            for stream in self._unroll(batch, features, num_draft_tokens)
+            for stream in self._unroll(batch, features, [everywhere] * num_draft_tokens)
         ]
         return torch.stack(drafts, dim=-1).view(*batch.input_ids.shape, num_draft_tokens)  # (B, T, K)
 
-    def _unroll(self, batch: Batch, features: TargetFeatures, steps: int) -> list[Tensor]:
-        """Output stream (R, D) of each training-time-test step, on the text's own tokens."""
-        spans = batch.document_spans()
+    def _unroll(self, batch: Batch, features: TargetFeatures, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Output streams of training-time test, on the text's own tokens.
+
+        Args:
+            batch: the text.
+            features: of all its rows.
+            rows: for each step the flattened rows (N_k,) that it is wanted for, among those of the step before.
+
+        Returns:
+            For each step (N_k, D).
+        """
         positions = batch.position_ids.flatten()
-        hidden = self._fuse(features)
-        streams = []
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        for step in range(steps):
-            embeds = self._embed(shifted_ids(batch, 1 + step))
-            hidden = self.midlayer(embeds, hidden, self.rotary.table(positions + step), _TTTAttend(keys, values, spans))
+        attend = _TTTAttend(batch.document_spans(), rows[0])
+        hidden = self.midlayer(
+            self._embed(shifted_ids(batch, 1)), self._fuse(features), self.rotary.table(positions), attend, rows[0]
+        )
+        streams = [hidden]
+        for step, (before, chosen) in enumerate(pairwise(rows), start=1):
+            kept = torch.searchsorted(before, chosen)
+            attend.narrow(chosen, kept)
+            embeds = self._embed(shifted_ids(batch, 1 + step)[chosen])
+            fed_back = self._fed_back(hidden.index_select(0, kept))
+            hidden = self.midlayer(embeds, fed_back, self.rotary.table(positions[chosen] + step), attend)
             streams.append(hidden)
-            hidden = self._fed_back(hidden)
         return streams
 
     # --- decoding ----------------------------------------------------------------------------------------------------
@@ -271,12 +291,24 @@ class Eagle3(Drafter):
 
 
 class _TTTAttend:
-    """Attention of one unrolled step: remembers this step's keys and values for the next ones."""
+    """Attention of an unrolled chain: step 0 leaves its keys and values for all later steps, which add their own."""
 
-    def __init__(self, keys: list[Tensor], values: list[Tensor], spans: Spans) -> None:
-        self.keys, self.values, self.spans = keys, values, spans
+    def __init__(self, spans: Spans, rows: Tensor) -> None:
+        self.spans, self.rows = spans, rows
+        self.shared: tuple[Tensor, Tensor] | None = None
+        self.own_keys: list[Tensor] = []
+        self.own_values: list[Tensor] = []
+
+    def narrow(self, rows: Tensor, kept: Tensor) -> None:
+        """Go on with `rows`, the entries `kept` of those so far."""
+        self.rows = rows
+        self.own_keys = [keys.index_select(1, kept) for keys in self.own_keys]
+        self.own_values = [values.index_select(1, kept) for values in self.own_values]
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        self.keys.append(keys)
-        self.values.append(values)
-        return ttt_attention(query, self.keys[0], self.values[0], self.keys[1:], self.values[1:], self.spans)
+        if self.shared is None:
+            self.shared = keys, values
+        else:
+            self.own_keys.append(keys)
+            self.own_values.append(values)
+        return ttt_attention(query, *self.shared, self.own_keys, self.own_values, self.rows, self.spans)

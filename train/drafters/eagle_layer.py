@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from train.drafters.layers import RMSNorm, feed_forward, rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""query (H, R, E), keys (G, R, E), values (G, R, E) of the rows at hand -> (H, R, E)."""
+"""query (H, Q, E), keys (G, R, E), values (G, R, E) of the rows at hand -> (H, Q, E)."""
 
 
 class EagleLayer(nn.Module):
@@ -37,13 +37,34 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = feed_forward(shape)
 
-    def forward(self, embeds: Tensor, hidden: Tensor, table: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """(R, D) token embeddings and features -> (R, D) output stream, before the final norm."""
+    def forward(
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        table: tuple[Tensor, Tensor],
+        attend: Attend,
+        queries: Tensor | None = None,
+    ) -> Tensor:
+        """One pass of the layer.
+
+        Args:
+            embeds: (R, D) token embeddings.
+            hidden: (R, D) features.
+            table: cos and sin of the rows' positions.
+            attend: the attention.
+            queries: (Q,) the rows whose output is wanted; the others give keys and values only. None: all.
+
+        Returns:
+            (Q, D) output stream, before the final norm.
+        """
         feature = self.hidden_norm(hidden)
         both = torch.cat([self.input_layernorm(embeds), feature], dim=-1)  # (R, 2D): embedding first
-        query = rotate(self._heads(self.self_attn["q_proj"](both), self.num_heads), table)
         keys = rotate(self._heads(self.self_attn["k_proj"](both), self.num_kv_heads), table)
         values = self._heads(self.self_attn["v_proj"](both), self.num_kv_heads)
+        if queries is not None:
+            both, feature, hidden = (rows.index_select(0, queries) for rows in (both, feature, hidden))
+            table = (table[0].index_select(1, queries), table[1].index_select(1, queries))
+        query = rotate(self._heads(self.self_attn["q_proj"](both), self.num_heads), table)
         mixed = attend(query, keys, values).transpose(0, 1).flatten(1)  # (R, H * E)
         residual = feature if self.norm_before_residual else hidden
         stream = residual + self.self_attn["o_proj"](mixed)

@@ -87,20 +87,26 @@ class _FlashTTT(torch.autograd.Function):
     """Exact merged attention with the CPU flash kernel; see the module's docstring.
 
     The backward pass calls the kernel's own backward with the *merged* output and log-sum-exp: it needs only
-    P = exp(score - lse) and D = sum(grad * out), which are those of the whole softmax.
+    P = exp(score - lse) and D = sum(grad * out), which are those of the whole softmax. The kernel is causal over whole
+    documents: rows that ask nothing take part with query 0 and gradient 0, which adds nothing to any gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, spans: Spans, *diagonals: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, keys: Tensor, values: Tensor, rows: Tensor, spans: Spans, *diagonals: Tensor
+    ) -> Tensor:
         scale = query.shape[-1] ** -0.5
-        out = torch.zeros_like(query)  # (H, R, E)
-        lse = query.new_zeros(query.shape[:2], dtype=_accumulator(query.dtype))  # (H, R)
+        num_rows = keys.shape[1]
+        spread = _spread(query, rows, num_rows)
+        out = torch.zeros_like(spread)  # (H, R, E)
+        lse = query.new_zeros(spread.shape[:2], dtype=_accumulator(query.dtype))  # (H, R)
         for start, end in spans:
-            rows = slice(start, end)
+            inside = slice(start, end)
             part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query[None, :, rows], keys[None, :, rows], values[None, :, rows], 0.0, True, scale=scale
+                spread[None, :, inside], keys[None, :, inside], values[None, :, inside], 0.0, True, scale=scale
             )
-            out[:, rows], lse[:, rows] = part[0], part_lse[0]
+            out[:, inside], lse[:, inside] = part[0], part_lse[0]
+        out, lse = _gather(out, rows), _gather(lse, rows)
         num_steps = len(diagonals) // 2
         if num_steps:
             own_keys, own_values = diagonals[:num_steps], diagonals[num_steps:]
@@ -110,22 +116,25 @@ class _FlashTTT(torch.autograd.Function):
             for score, value in zip(scores, own_values, strict=True):
                 out += (score - merged).exp().to(out.dtype)[..., None] * value
             lse = merged
-        ctx.save_for_backward(query, keys, values, out, lse, *diagonals)
+        ctx.save_for_backward(query, keys, values, rows, out, lse, *diagonals)
         ctx.spans, ctx.scale = spans, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, keys, values, out, lse, *diagonals = ctx.saved_tensors
+        query, keys, values, rows, out, lse, *diagonals = ctx.saved_tensors
         grad = gradients[0].contiguous()
-        grad_query, grad_keys, grad_values = (torch.zeros_like(tensor) for tensor in (query, keys, values))
+        grad_spread, grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(keys), torch.zeros_like(values)
+        spread = [_spread(tensor, rows, keys.shape[1]) for tensor in (grad, query, out, lse)]
         for start, end in ctx.spans:
-            rows = slice(start, end)
+            inside = slice(start, end)
+            part_grad, part_query, part_out, part_lse = (tensor[None, :, inside] for tensor in spread)
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad[None, :, rows], query[None, :, rows], keys[None, :, rows], values[None, :, rows],
-                out[None, :, rows], lse[None, :, rows], 0.0, True, scale=ctx.scale,
+                part_grad, part_query, keys[None, :, inside], values[None, :, inside],
+                part_out, part_lse, 0.0, True, scale=ctx.scale,
             )  # fmt: skip
-            grad_query[:, rows], grad_keys[:, rows], grad_values[:, rows] = (part[0] for part in parts)
+            grad_spread[:, inside], grad_keys[:, inside], grad_values[:, inside] = (part[0] for part in parts)
+        grad_query = _gather(grad_spread, rows)
         num_steps = len(diagonals) // 2
         total = _dot(grad, out)  # D of the flash backward
         diagonal_gradients: list[Tensor] = []
@@ -137,54 +146,79 @@ class _FlashTTT(torch.autograd.Function):
             grad_query += score_gradient * key
             diagonal_gradients.append(score_gradient * query)
             value_gradients.append(probability.to(query.dtype)[..., None] * grad)
-        return (grad_query, grad_keys, grad_values, None, *diagonal_gradients, *value_gradients)
+        return (grad_query, grad_keys, grad_values, None, None, *diagonal_gradients, *value_gradients)
 
 
 def ttt_attention(
-    query: Tensor, keys: Tensor, values: Tensor, own_keys: list[Tensor], own_values: list[Tensor], spans: Spans
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    own_keys: list[Tensor],
+    own_values: list[Tensor],
+    rows: Tensor,
+    spans: Spans,
 ) -> Tensor:
     """Attention of one training-time-test step.
 
     Args:
-        query: (H, R, E), rotated, of this step.
-        keys: (G, R, E), rotated, of step 0. H is a multiple of G.
+        query: (H, Q, E), rotated, of this step. H is a multiple of G.
+        keys: (G, R, E), rotated, of step 0.
         values: (G, R, E), of step 0.
-        own_keys: keys (G, R, E) of steps 1..k, this step last; empty at step 0.
+        own_keys: keys (G, Q, E) of steps 1..k of the querying rows, this step last; empty at step 0.
         own_values: their values.
+        rows: (Q,) int64 ascending, the querying rows.
         spans: the documents; rows outside all of them get arbitrary values.
 
     Returns:
-        (H, R, E).
+        (H, Q, E).
     """
     repeats = query.shape[0] // keys.shape[0]
     keys, values = (tensor.repeat_interleave(repeats, dim=0) for tensor in (keys, values))
     diagonals = [tensor.repeat_interleave(repeats, dim=0) for tensor in (*own_keys, *own_values)]
     if query.device.type == "cpu":
         attended: Tensor = _FlashTTT.apply(  # type: ignore[no-untyped-call]
-            query, keys, values, spans, *diagonals
+            query, keys, values, rows, spans, *diagonals
         )
         return attended
-    return _plain_ttt_attention(query, keys, values, diagonals, spans)
+    return _plain_ttt_attention(query, keys, values, diagonals, rows, spans)
 
 
-def _plain_ttt_attention(query: Tensor, keys: Tensor, values: Tensor, diagonals: list[Tensor], spans: Spans) -> Tensor:
+def _plain_ttt_attention(
+    query: Tensor, keys: Tensor, values: Tensor, diagonals: list[Tensor], rows: Tensor, spans: Spans
+) -> Tensor:
     """The same with plain operations, document by document: the reference of the fast path, and other devices' path."""
     num_steps = len(diagonals) // 2
     scale = query.shape[-1] ** -0.5
+    dtype = _accumulator(query.dtype)
     out = torch.zeros_like(query)
-    for start, end in spans:
-        rows = slice(start, end)
-        dtype = _accumulator(query.dtype)
-        scores = query[:, rows].to(dtype) @ keys[:, rows].to(dtype).transpose(1, 2) * scale  # (H, length, length)
-        future = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device).triu(1)
+    borders = torch.searchsorted(rows, torch.tensor(spans, device=rows.device)).tolist()
+    for (start, end), (first, last) in zip(spans, borders, strict=True):
+        chosen = slice(first, last)
+        scores = query[:, chosen].to(dtype) @ keys[:, start:end].to(dtype).transpose(1, 2) * scale  # (H, q, length)
+        future = torch.arange(start, end, device=rows.device) > rows[chosen, None]  # (q, length)
         scores = scores.masked_fill(future, float("-inf"))
-        own = [_dot(query[:, rows], key[:, rows]) * scale for key in diagonals[:num_steps]]
+        own = [_dot(query[:, chosen], key[:, chosen]) * scale for key in diagonals[:num_steps]]
         probs = torch.cat([scores, *(score[..., None] for score in own)], dim=-1).softmax(dim=-1)
-        mixed = probs[..., : end - start] @ values[:, rows].to(dtype)
+        mixed = probs[..., : end - start] @ values[:, start:end].to(dtype)
         for step, value in enumerate(diagonals[num_steps:]):
-            mixed = mixed + probs[..., end - start + step, None] * value[:, rows].to(dtype)
-        out[:, rows] = mixed.to(out.dtype)
+            mixed = mixed + probs[..., end - start + step, None] * value[:, chosen].to(dtype)
+        out[:, chosen] = mixed.to(out.dtype)
     return out
+
+
+def _spread(tensor: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """(H, Q, ...) -> (H, R, ...), zero in rows that are not named."""
+    if len(rows) == num_rows:
+        return tensor
+    wide = tensor.new_zeros(num_rows, tensor.shape[0], *tensor.shape[2:])  # rows first: whole rows are copied
+    return wide.index_copy_(0, rows, tensor.transpose(0, 1)).transpose(0, 1)
+
+
+def _gather(tensor: Tensor, rows: Tensor) -> Tensor:
+    """(H, R, ...) -> (H, Q, ...)."""
+    if len(rows) == tensor.shape[1]:
+        return tensor
+    return tensor.transpose(0, 1).index_select(0, rows).transpose(0, 1)
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -8,7 +8,9 @@ chunk's logits are at hand (as Liger Kernel does for cross-entropy), so nothing 
 Shape letters: R = rows of a chunk, N = labels, D = hidden size, V / Vd = target / draft vocabulary, S = steps.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -34,6 +36,8 @@ class LossSettings:
     """Leave out labels whose argmax over the whole vocabulary the drafter cannot propose (EAGLE-3's own rule)."""
     step_weights: tuple[float, ...]
     """(S,) weight of each step's loss."""
+    keep_ratio: float
+    """Step k is taught on this share ** k of its labels, chosen at random (`chain_labels`), and weighted up by it."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,20 @@ class TeacherChunk:
     """(R,) float32: of the renormalised distribution, in nats."""
     probs: Tensor | None
     """(R, Vd) float32: the same entries of the softmax over the whole vocabulary; None if the loss needs none."""
+    best: Tensor
+    """(R,) int64: the most likely draft token."""
     counts: Tensor
     """(R,) bool: False where the label is masked out of the loss."""
+
+    def select(self, members: Tensor) -> "TeacherChunk":
+        """The same of some of the labels."""
+        return TeacherChunk(
+            renormalised=self.renormalised.index_select(0, members),
+            entropy=self.entropy[members],
+            probs=None if self.probs is None else self.probs.index_select(0, members),
+            best=self.best[members],
+            counts=self.counts[members],
+        )
 
 
 def teacher_chunk(teacher: Teacher, rows: Tensor, settings: LossSettings) -> TeacherChunk:
@@ -77,16 +93,19 @@ def teacher_chunk(teacher: Teacher, rows: Tensor, settings: LossSettings) -> Tea
         mass = (logits.logsumexp(dim=-1) - all_logits.logsumexp(dim=-1)).exp()  # (R,) of the draft vocabulary
     else:
         logits = torch.nn.functional.linear(hidden, teacher.draft_head).float()
-    renormalised = logits.softmax(dim=-1)
+    renormalised, lse, best = _softmax(logits)
     return TeacherChunk(
         renormalised=renormalised,
-        entropy=logits.logsumexp(dim=-1) - (renormalised * logits).sum(dim=-1),
+        entropy=lse - _row_dot(renormalised, logits),
         probs=None if mass is None else renormalised * mass[:, None],
+        best=best,
         counts=counts,
     )
 
 
-def loss_and_gradient(draft_logits: Tensor, teacher: TeacherChunk, settings: LossSettings) -> tuple[Tensor, Tensor]:
+def loss_and_gradient(
+    draft_logits: Tensor, teacher: TeacherChunk, settings: LossSettings
+) -> tuple[Tensor, Tensor, Tensor]:
     """Loss of each row and its gradient with respect to the draft logits, in closed form.
 
     With q = softmax(z), p~ the renormalised and p the full teacher probabilities, alpha = sum_v min(p_v, q_v):
@@ -103,26 +122,48 @@ def loss_and_gradient(draft_logits: Tensor, teacher: TeacherChunk, settings: Los
         settings: which loss.
 
     Returns:
-        (R,) losses and (R, Vd) gradients; masked rows are not zeroed here.
+        (R,) losses, (R, Vd) gradients (masked rows are not zeroed here) and the (R,) draft tokens with the largest
+        logits.
     """
     target = teacher.renormalised
-    lse = draft_logits.logsumexp(dim=-1)
-    soft_ce = lse - (target * draft_logits).sum(dim=-1)  # -sum p~ (z - lse)
-    q = (draft_logits - lse[:, None]).exp_()
+    q, lse, best = _softmax(draft_logits)
+    soft_ce = lse - _row_dot(target, draft_logits)  # -sum p~ (z - lse)
     if settings.kind == "soft_ce":
-        return soft_ce, q.sub_(target)
+        return soft_ce, q.sub_(target), best
     kl = soft_ce - teacher.entropy
     if settings.kind == "kl":
-        return kl, q.sub_(target)
+        return kl, q.sub_(target), best
     assert teacher.probs is not None  # teacher_chunk computes them for the LK losses
     alpha = torch.minimum(teacher.probs, q).sum(dim=-1).clamp_min(torch.finfo(q.dtype).tiny)
     below = q * (q < teacher.probs)
     alpha_gradient = below - q * below.sum(dim=-1, keepdim=True)
     if settings.kind == "lk_alpha":
-        return -alpha.log(), -alpha_gradient / alpha[:, None]
+        return -alpha.log(), -alpha_gradient / alpha[:, None], best
     weight = (settings.lk_scale * torch.exp(-settings.lk_decay * alpha)).clamp(max=1)
     gradient = weight[:, None] * (q - target) - (1 - weight)[:, None] * alpha_gradient
-    return weight * kl + (1 - weight) * (1 - alpha), gradient
+    return weight * kl + (1 - weight) * (1 - alpha), gradient, best
+
+
+def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax (R, V), log-sum-exp (R,) and argmax (R,) in the fewest passes over (R, V) `logits`."""
+    top = logits.max(dim=-1)
+    probs = logits.softmax(dim=-1)
+    largest = probs.gather(1, top.indices[:, None]).squeeze(1)  # exp(max - lse), at least 1 / V
+    return probs, top.values - largest.log(), top.indices
+
+
+def _row_dot(left: Tensor, right: Tensor) -> Tensor:
+    """(R, V) x (R, V) -> (R,) without an (R, V) product in memory."""
+    return torch.bmm(left[:, None], right[:, :, None]).flatten()
+
+
+def _chunks(labels: ChainLabels) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+    """Cut the labels into chunks: start, end, and for each step the part of `labels.taught[step]` that lies between."""
+    num_labels = len(labels.label)
+    borders = torch.arange(0, num_labels + CHUNK_ROWS, CHUNK_ROWS, device=labels.label.device).clamp_max(num_labels)
+    cuts = [torch.searchsorted(taught, borders).tolist() for taught in labels.taught]
+    for index, (start, end) in enumerate(pairwise(borders.tolist())):
+        yield start, end, [(cut[index], cut[index + 1]) for cut in cuts]
 
 
 class _ChunkedDistillation(torch.autograd.Function):
@@ -140,30 +181,30 @@ class _ChunkedDistillation(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_steps = len(hidden)
         compute_head = head.to(hidden[0].dtype)
-        hidden_gradients = [torch.zeros_like(rows) for rows in hidden]
+        hidden_gradients = [torch.empty_like(rows) for rows in hidden]
         head_gradient = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[0] else None
         losses = torch.zeros(num_steps, dtype=torch.float32, device=head.device)
         matches = torch.zeros_like(losses)
-        for start in range(0, len(labels.label), CHUNK_ROWS):
-            chosen = slice(start, start + CHUNK_ROWS)
-            part = ChainLabels(label=labels.label[chosen], depth=labels.depth[chosen])
-            chunk = teacher_chunk(teacher, part.label - 1, settings)
-            weights = token_weights[part.label] * chunk.counts  # (R,)
-            best = chunk.renormalised.argmax(dim=-1)
-            for step in range(num_steps):
-                # Rows that this step may not predict keep weight 0: cheaper than gathering the teacher anew.
-                step_weight = torch.where(part.depth > step, weights, 0)
-                rows = part.student_rows(step).clamp_min(0)
-                student = hidden[step].index_select(0, rows)
+        for start, end, parts in _chunks(labels):
+            chunk = teacher_chunk(teacher, labels.label[start:end] - 1, settings)
+            weights = token_weights[labels.label[start:end]] * chunk.counts  # (R,)
+            for step, (first, last) in enumerate(parts):
+                if first == last:
+                    continue
+                members = labels.taught[step][first:last] - start
+                taught = chunk if len(members) == end - start else chunk.select(members)
+                share = weights[members] / settings.keep_ratio**step
+                student = hidden[step][first:last]
                 logits = torch.nn.functional.linear(student, compute_head).float()
-                matches[step] += ((logits.argmax(dim=-1) == best) * step_weight).sum()
-                loss, gradient = loss_and_gradient(logits, chunk, settings)
-                losses[step] += (loss * step_weight).sum()
-                gradient *= (step_weight * settings.step_weights[step])[:, None]
+                loss, gradient, best = loss_and_gradient(logits, taught, settings)
+                matches[step] += ((best == taught.best) * share).sum()
+                losses[step] += (loss * share).sum()
+                # Each row's weight goes to the narrow side of the products.
+                share = (share * settings.step_weights[step])[:, None]
                 gradient = gradient.to(student.dtype)
-                hidden_gradients[step].index_add_(0, rows, gradient @ compute_head)
+                hidden_gradients[step][first:last] = (gradient @ compute_head) * share
                 if head_gradient is not None:
-                    head_gradient += gradient.T @ student
+                    head_gradient += gradient.T @ (student * share).to(student.dtype)
         ctx.save_for_backward(*hidden_gradients, *([] if head_gradient is None else [head_gradient]))
         ctx.num_steps, ctx.head_dtype = num_steps, head.dtype
         ctx.mark_non_differentiable(losses, matches)
@@ -190,7 +231,7 @@ def chunked_distillation(
     """Distil the teacher into all steps of a chain drafter.
 
     Args:
-        hidden: S tensors (rows, D), after the drafter's final norm; step k's output at every flattened row.
+        hidden: S tensors (N_k, D), after the drafter's final norm; step k's output at `labels.rows(k)`.
         head: (Vd, D), the drafter's LM head.
         teacher: the target.
         labels: which rows predict which tokens.

@@ -34,12 +34,13 @@ class ChainLabels:
 
     label: Tensor
     """(N,) int64 ascending, flattened index j of the predicted token x_j; its teacher is row j - 1."""
-    depth: Tensor
-    """(N,) int64: steps 0..depth-1 may predict it (from row j - 2 - k)."""
+    taught: tuple[Tensor, ...]
+    """S tensors (N_k,) int64 ascending: which of the labels step k predicts."""
 
-    def student_rows(self, step: int) -> Tensor:
-        """The rows that predict `label` at `step`; meaningful only where depth > step."""
-        return self.label - LABEL_OFFSET - step
+    def rows(self, step: int) -> Tensor:
+        """(N_k,) ascending: the rows that predict at `step`, one for each label taught there. Each step's rows are
+        among those of the step before, whose output they read."""
+        return self.label[self.taught[step]] - LABEL_OFFSET - step
 
 
 def answer_run_lengths(batch: Batch) -> Tensor:
@@ -56,12 +57,25 @@ def answer_run_lengths(batch: Batch) -> Tensor:
     return torch.where(mask, columns - run_start + 1, 0)
 
 
-def chain_labels(batch: Batch, num_steps: int) -> ChainLabels:
-    """The labels of a chain drafter with `num_steps` steps."""
+def chain_labels(batch: Batch, num_steps: int, keep_ratio: float = 1.0) -> ChainLabels:
+    """The labels of a chain drafter with `num_steps` steps.
+
+    Args:
+        batch: packed documents.
+        num_steps: S.
+        keep_ratio: share of a step's rows that the next step goes on from, chosen by `batch.uniforms`.
+    """
     # A row must lie in its label's document: position_ids say how many tokens of it come before.
     depth = torch.minimum(answer_run_lengths(batch), batch.position_ids).flatten() - LABEL_OFFSET + 1
     label = torch.nonzero(depth >= 1).squeeze(1)
-    return ChainLabels(label=label, depth=depth[label].clamp(max=num_steps))
+    taught = []
+    for step in range(num_steps):
+        members = torch.nonzero(depth[label] > step).squeeze(1)
+        if keep_ratio < 1:
+            rows = label[members] - LABEL_OFFSET - step
+            members = members[batch.uniforms.flatten()[rows] < keep_ratio**step]
+        taught.append(members)
+    return ChainLabels(label=label, taught=tuple(taught))
 
 
 def shifted_ids(batch: Batch, offset: int) -> Tensor:

@@ -18,6 +18,7 @@ VARIANTS = [
     {"norm_output": True},
     {"norm_before_residual": True},
     {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
+    {"row_keep_ratio": 0.6},
 ]
 
 
@@ -36,7 +37,8 @@ def batch_of(*packs, width=None, seed=0):
             documents.append(Document(torch.randint(0, 256, (len(mask),), generator=generator).tolist(), mask, "test"))
         made.append(documents)
     width = width or max(sum(map(len, pack)) for pack in made)
-    return collate(made, width, answer_weights(made, "token"))
+    seeds = [[10 * pack + index for index in range(len(documents))] for pack, documents in enumerate(made)]
+    return collate(made, width, answer_weights(made, "token"), seeds)
 
 
 def noise_features(batch):
@@ -105,17 +107,18 @@ def recipe_streams(drafter, w, ids, aux, steps):
 
 def recipe_loss(drafter, w, batch, features):
     """Loss of each step: KL to p_{t+1+k} on the draft vocabulary where x_{t+1}..x_{t+2+k} are one answer."""
-    tensors = (batch.input_ids, batch.loss_mask, batch.token_weights, *vars(features).values())
+    tensors = (batch.input_ids, batch.loss_mask, batch.token_weights, batch.uniforms, *vars(features).values())
+    keep = drafter.settings.row_keep_ratio
     losses = [0.0] * drafter.settings.ttt_steps
     for start, end in batch.document_spans():
-        ids, mask, weights, aux, last = (tensor.flatten(0, 1)[start:end] for tensor in tensors)
+        ids, mask, weights, uniforms, aux, last = (tensor.flatten(0, 1)[start:end] for tensor in tensors)
         teacher = (last.double() @ drafter.target_head.double().T)[:, drafter.draft_to_target_ids].log_softmax(-1)
         for step, stream in enumerate(recipe_streams(drafter, w, ids, aux.double(), len(losses))):
             student = (rms(stream, w["norm"], drafter.shape.rms_norm_eps) @ w["lm_head"].T).log_softmax(-1)
             for t in range(len(ids) - 2 - step):
-                if mask[t + 1 : t + 3 + step].all():
+                if mask[t + 1 : t + 3 + step].all() and uniforms[t] < keep**step:
                     log_p, log_q = teacher[t + 1 + step], student[t]
-                    losses[step] += weights[t + 2 + step].double() * (log_p.exp() * (log_p - log_q)).sum()
+                    losses[step] += weights[t + 2 + step].double() / keep**step * (log_p.exp() * (log_p - log_q)).sum()
     return torch.stack(losses)
 
 
@@ -144,7 +147,8 @@ def test_loss_and_gradients_are_those_of_the_recipe(tiny_target, tiny_drafter, v
 def logits_at(drafter, batch, features, steps):
     """(K, R, Vd) of the training path."""
     with torch.no_grad():
-        return drafter.lm_head(drafter.norm(torch.stack(drafter._unroll(batch, features, steps))))
+        everywhere = [torch.arange(batch.input_ids.numel())] * steps
+        return drafter.lm_head(drafter.norm(torch.stack(drafter._unroll(batch, features, everywhere))))
 
 
 class Remember:
@@ -248,7 +252,7 @@ def test_copied_layer_computes_what_the_targets_layer_does(tiny_target, tiny_dra
     batch = batch_of([(3, 9)])
     with torch.no_grad():
         expected = target.model(input_ids=batch.input_ids, output_hidden_states=True).hidden_states[6]  # leaves layer 5
-        (found,) = drafter._unroll(batch, target.capture(batch, drafter.wants), 1)
+        (found,) = drafter._unroll(batch, target.capture(batch, drafter.wants), [torch.arange(12)])
     assert_relative(found, expected[0])
 
 

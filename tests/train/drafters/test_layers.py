@@ -23,40 +23,48 @@ INSIDE = [row for start, end in SPANS for row in range(start, end)]
 PADDING = [row for row in range(ROWS) if row not in INSIDE]
 
 
-def inputs(num_steps, dtype, seed=0):
+QUERYING = {"all": list(range(ROWS)), "documents": INSIDE, "some": [1, 2, 4, 5, 9, 14], "none of one": [0, 3, 10]}
+"""Rows that ask; in the last case the document of one row has none."""
+
+
+def inputs(num_steps, dtype, num_queries=ROWS, seed=0):
     """query, keys and values of step 0, own keys, own values: leaves in `dtype`."""
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(heads):
-        return torch.randn(heads, ROWS, E, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    def draw(heads, rows):
+        return torch.randn(heads, rows, E, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
-    return draw(H), draw(G), draw(G), [draw(G) for _ in range(num_steps)], [draw(G) for _ in range(num_steps)]
+    own_keys, own_values = ([draw(G, num_queries) for _ in range(num_steps)] for _ in range(2))
+    return draw(H, num_queries), draw(G, ROWS), draw(G, ROWS), own_keys, own_values
 
 
-def dense(query, keys, values, own_keys, own_values):
-    """Softmax over all blocks of rows with the recipe's predicate, as one mask; the rows of documents alone."""
+def dense(query, keys, values, own_keys, own_values, rows):
+    """Softmax over all blocks of rows with the recipe's predicate, as one mask; (H, ...) of the rows in documents."""
     keys, values = torch.cat([keys, *own_keys], dim=1), torch.cat([values, *own_values], dim=1)
     document = torch.full((ROWS,), -1)
     for index, (start, end) in enumerate(SPANS):
         document[start:end] = index
-    q, j = torch.tensor(INSIDE)[:, None], torch.arange(keys.shape[1])[None]
-    allowed = ((j < ROWS) & (j <= q)) | ((j >= ROWS) & (j % ROWS == q))
-    allowed &= document[q] == document[j % ROWS]
+    owner = torch.cat([torch.arange(ROWS), *[rows for _ in own_keys]])  # the row of each key
+    shared = torch.arange(keys.shape[1]) < ROWS
+    asking = torch.isin(rows, torch.tensor(INSIDE))
+    q = rows[asking, None]
+    allowed = (shared & (owner <= q)) | (~shared & (owner == q))
+    allowed &= document[q] == document[owner]
     out = []
     for head in range(H):
         group = head // (H // G)
-        scores = query[head, INSIDE] @ keys[group].T / E**0.5
+        scores = query[head, asking] @ keys[group].T / E**0.5
         out.append(scores.masked_fill(~allowed, float("-inf")).softmax(dim=-1) @ values[group])
     return torch.stack(out)
 
 
-def plain(query, keys, values, own_keys, own_values):
+def plain(query, keys, values, own_keys, own_values, rows):
     repeated = [tensor.repeat_interleave(H // G, dim=0) for tensor in (keys, values, *own_keys, *own_values)]
-    return _plain_ttt_attention(query, *repeated[:2], repeated[2:], SPANS)
+    return _plain_ttt_attention(query, *repeated[:2], repeated[2:], rows, SPANS)
 
 
-def fast(query, keys, values, own_keys, own_values):
-    return ttt_attention(query, keys, values, own_keys, own_values, SPANS)
+def fast(query, keys, values, own_keys, own_values, rows):
+    return ttt_attention(query, keys, values, own_keys, own_values, rows, SPANS)
 
 
 def flat(arguments):
@@ -76,14 +84,17 @@ def double(part):
 @pytest.mark.parametrize("num_steps", range(4))
 @pytest.mark.parametrize("dtype", list(LIMITS))
 @pytest.mark.parametrize("attention", [fast, plain])
-def test_values_and_gradients_are_those_of_the_dense_softmax(attention, dtype, num_steps):
-    arguments = inputs(num_steps, dtype)
+@pytest.mark.parametrize("querying", list(QUERYING))
+def test_values_and_gradients_are_those_of_the_dense_softmax(querying, attention, dtype, num_steps):
+    rows = torch.tensor(QUERYING[querying])
+    asking = torch.isin(rows, torch.tensor(INSIDE))
+    arguments = inputs(num_steps, dtype, len(rows))
     reference = [double(part) for part in arguments]
-    expected, found = dense(*reference), attention(*arguments)
+    expected, found = dense(*reference, rows), attention(*arguments, rows)
     assert found.dtype == dtype
-    assert_relative(found[:, INSIDE], expected, LIMITS[dtype])
+    assert_relative(found[:, asking], expected, LIMITS[dtype])
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
-    found[:, INSIDE].backward(upstream)
+    found[:, asking].backward(upstream)
     expected.backward(upstream.double())
     for leaf, other in zip(flat(arguments), flat(reference), strict=True):
         assert_relative(leaf.grad, other.grad, LIMITS[dtype])

@@ -18,8 +18,8 @@ V, VD, D = 23, 11, 6
 DRAFT_IDS = torch.tensor([0, 1, 4, 5, 8, 9, 12, 15, 17, 20, 22])
 
 
-def settings_of(kind, mask_out_of_vocab=False, step_weights=(1.0,), scale=0.9, decay=3.0):
-    return LossSettings(kind, scale, decay, mask_out_of_vocab, tuple(step_weights))
+def settings_of(kind, mask_out_of_vocab=False, step_weights=(1.0,), scale=0.9, decay=3.0, keep_ratio=1.0):
+    return LossSettings(kind, scale, decay, mask_out_of_vocab, tuple(step_weights), keep_ratio)
 
 
 def naive_loss(kind, draft_logits, target_logits, draft_ids, scale=0.9, decay=3.0):
@@ -45,6 +45,7 @@ def chunk_of(target_logits, draft_ids):
         renormalised=renormalised,
         entropy=torch.special.entr(renormalised).sum(-1),
         probs=target_logits.softmax(-1)[:, draft_ids],
+        best=renormalised.argmax(-1),
         counts=torch.ones(len(target_logits), dtype=torch.bool),
     )
 
@@ -61,13 +62,14 @@ def test_gradient_is_that_of_the_naive_formula(kind, rows, size, hidden, spread,
     draft_logits = spread * torch.randn(rows, size, generator=generator, dtype=torch.float64)
     draft_ids = torch.randperm(size + hidden, generator=generator)[:size].sort().values
     chunk = chunk_of(target_logits, draft_ids)
-    loss, gradient = loss_and_gradient(draft_logits, chunk, settings_of(kind, scale=scale, decay=decay))
+    loss, gradient, best = loss_and_gradient(draft_logits, chunk, settings_of(kind, scale=scale, decay=decay))
 
     leaf = draft_logits.clone().requires_grad_()
     expected = naive_loss(kind, leaf, target_logits, draft_ids, scale, decay)
     expected.sum().backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-12)
+    assert torch.equal(best, draft_logits.argmax(-1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,7 +78,7 @@ def test_teacher_that_is_certain_gives_finite_losses(kind):
     certain = torch.tensor([[200.0, 0.0, -200.0], [0.0, 0.0, 200.0]])
     chunk = chunk_of(certain, torch.arange(3))
     for draft_logits in (certain, -certain):
-        loss, gradient = loss_and_gradient(draft_logits.clone(), chunk, settings_of(kind))
+        loss, gradient, _ = loss_and_gradient(draft_logits.clone(), chunk, settings_of(kind))
         assert loss.isfinite().all() and gradient.isfinite().all()
 
 
@@ -92,6 +94,7 @@ def problem(masks, num_steps, seed=0):
         document_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None],
         loss_mask=mask,
         token_weights=torch.rand(1, rows, generator=generator) * mask,
+        uniforms=torch.rand(1, rows, generator=generator),
     )
     lm_head = torch.randn(V, D, generator=generator)
     return SimpleNamespace(
@@ -104,8 +107,9 @@ def problem(masks, num_steps, seed=0):
 
 
 def chunked(p, loss_settings):
-    labels = chain_labels(p.batch, len(p.hidden))
-    return chunked_distillation(p.hidden, p.head, p.teacher, labels, p.batch.token_weights.flatten(), loss_settings)
+    labels = chain_labels(p.batch, len(p.hidden), loss_settings.keep_ratio)
+    hidden = [rows[labels.rows(step)] for step, rows in enumerate(p.hidden)]
+    return chunked_distillation(hidden, p.head, p.teacher, labels, p.batch.token_weights.flatten(), loss_settings)
 
 
 def naive(p, loss_settings):
@@ -114,13 +118,15 @@ def naive(p, loss_settings):
     head = p.head.detach().double().requires_grad_()
     target_logits = p.teacher.hidden.double() @ p.teacher.lm_head.double().T
     weights = p.batch.token_weights.flatten().double()
-    step_losses = [torch.zeros((), dtype=torch.float64) for _ in hidden]
+    step_losses = [0 * rows.sum() for rows in hidden]  # so that a step without labels has gradients of 0
     matches = torch.zeros(len(hidden), dtype=torch.float64)
     start = 0
     for mask in p.masks:
         for step in range(len(hidden)):
             for row in range(len(mask)):
                 if mask[row + 1 : row + 3 + step] != "A" * (step + 2):
+                    continue
+                if p.batch.uniforms[0, start + row] >= loss_settings.keep_ratio**step:
                     continue
                 label = start + row + 2 + step
                 teacher_row = target_logits[label - 1][None]
@@ -129,9 +135,15 @@ def naive(p, loss_settings):
                 logits = hidden[step][start + row][None] @ head.T
                 step_losses[step] = (
                     step_losses[step]
-                    + weights[label] * naive_loss(loss_settings.kind, logits, teacher_row, DRAFT_IDS)[0]
+                    + weights[label]
+                    / loss_settings.keep_ratio**step
+                    * naive_loss(loss_settings.kind, logits, teacher_row, DRAFT_IDS)[0]
                 )
-                matches[step] += weights[label] * (logits.argmax() == teacher_row[:, DRAFT_IDS].argmax())
+                matches[step] += (
+                    weights[label]
+                    / loss_settings.keep_ratio**step
+                    * (logits.argmax() == teacher_row[:, DRAFT_IDS].argmax())
+                )
         start += len(mask)
     total = sum(w * loss for w, loss in zip(loss_settings.step_weights, step_losses, strict=True))
     return total, torch.stack(step_losses).detach(), matches, [*hidden, head]
@@ -142,13 +154,14 @@ def assert_relative(found, expected, limit=1e-6):
     assert (found.double() - expected).norm() <= limit * expected.norm()
 
 
+@pytest.mark.parametrize("keep_ratio", [1.0, 0.8])
 @pytest.mark.parametrize("mask_out_of_vocab", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_chunked_equals_naive_with_gradients(monkeypatch, kind, mask_out_of_vocab):
+def test_chunked_equals_naive_with_gradients(monkeypatch, kind, mask_out_of_vocab, keep_ratio):
     monkeypatch.setattr(losses, "CHUNK_ROWS", 4)  # 13 labels: three full chunks and a rest
     p = problem(["pppAAAAAA", "pAApAAA", "pp", "ppAAAA", "pAAA"], num_steps=3)
     assert len(chain_labels(p.batch, 3).label) == 13
-    loss_settings = settings_of(kind, mask_out_of_vocab, (1.0, 0.7, 0.49))
+    loss_settings = settings_of(kind, mask_out_of_vocab, (1.0, 0.7, 0.49), keep_ratio=keep_ratio)
     total, step_losses, matches = chunked(p, loss_settings)
     (3.7 * total).backward()
     expected_total, expected_losses, expected_matches, leaves = naive(p, loss_settings)

@@ -26,14 +26,14 @@ def batch_of(*packs):
         document_ids=torch.tensor(owners),
         loss_mask=torch.tensor([[letter.isupper() for letter in text] for text in texts]),
         token_weights=torch.zeros(len(packs), width),
+        uniforms=torch.rand(len(packs), width, generator=torch.Generator().manual_seed(0)),
     )
 
 
 def pairs(batch, step, num_steps=3):
     """[(row, predicted token)] of one step."""
     labels = chain_labels(batch, num_steps)
-    counts = labels.depth > step
-    return list(zip(labels.student_rows(step)[counts].tolist(), labels.label[counts].tolist(), strict=True))
+    return list(zip(labels.rows(step).tolist(), labels.label[labels.taught[step]].tolist(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,8 @@ def test_answers_of_one_document_do_not_join_across_a_prompt():
 
 
 def test_answer_of_one_token_teaches_nothing():
-    assert chain_labels(batch_of(["abC"]), 3).label.tolist() == []
+    labels = chain_labels(batch_of(["abC"]), 3)
+    assert labels.label.tolist() == [] and [labels.rows(step).tolist() for step in range(3)] == [[], [], []]
 
 
 def test_supervised_tokens_on_both_sides_of_a_border_do_not_join():
@@ -89,9 +90,20 @@ def test_neighbouring_packs_do_not_join():
     assert pairs(batch_of(["aBC"], ["dEF"]), 0) == [(0, 2), (3, 5)]
 
 
-def test_depth_is_limited_by_the_number_of_steps():
-    assert chain_labels(batch_of(["aBCDEF"]), 2).depth.tolist() == [1, 2, 2, 2]
-    assert chain_labels(batch_of(["aBCDEF"]), 9).depth.tolist() == [1, 2, 3, 4]
+@pytest.mark.parametrize(("num_steps", "expected"), [(2, [4, 3]), (9, [4, 3, 2, 1, 0, 0, 0, 0, 0])])
+def test_each_step_has_one_row_less_per_answer(num_steps, expected):
+    assert [len(taught) for taught in chain_labels(batch_of(["aBCDEF"]), num_steps).taught] == expected
+
+
+def test_kept_rows_are_those_of_small_uniforms_and_go_on_from_kept_rows():
+    batch = batch_of(["aBCDEFGH", "iJKLMNOP"])
+    whole, kept = chain_labels(batch, 3), chain_labels(batch, 3, keep_ratio=0.5)
+    uniforms = batch.uniforms.flatten()
+    for step in range(3):
+        expected = [row for row in whole.rows(step).tolist() if uniforms[row] < 0.5**step]
+        assert kept.rows(step).tolist() == expected
+        assert set(expected) <= set(kept.rows(max(step - 1, 0)).tolist())
+    assert 0 < len(kept.rows(2)) < len(kept.rows(1)) < len(kept.rows(0)) == len(whole.rows(0))
 
 
 def test_shifted_ids_by_hand():
@@ -121,7 +133,6 @@ def test_labels_are_those_of_the_rule(packs, num_steps):
                         expected.append((start + row, start + row + 2 + step))
                 start += len(document)
         assert pairs(batch, step, num_steps) == expected
-    assert pairs(batch, num_steps, num_steps) == []
 
 
 def features_of(batch, seed):
@@ -141,7 +152,9 @@ def changed(batch, features, columns):
 def logits_of(drafter, batch, features):
     """(3, R, V): every draft of three steps, on the text's own tokens."""
     with torch.no_grad():
-        return torch.stack([drafter.lm_head(drafter.norm(stream)) for stream in drafter._unroll(batch, features, 3)])
+        everywhere = [torch.arange(batch.input_ids.numel())] * 3
+        streams = drafter._unroll(batch, features, everywhere)
+        return torch.stack([drafter.lm_head(drafter.norm(stream)) for stream in streams])
 
 
 def test_no_draft_depends_on_text_that_is_not_yet_there(tiny_target, tiny_drafter):
