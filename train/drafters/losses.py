@@ -96,7 +96,7 @@ def teacher_chunk(teacher: Teacher, rows: Tensor, settings: LossSettings) -> Tea
     renormalised, lse, best = _softmax(logits)
     return TeacherChunk(
         renormalised=renormalised,
-        entropy=lse - _row_dot(renormalised, logits),
+        entropy=lse - (renormalised * logits).sum(dim=-1),
         probs=None if mass is None else renormalised * mass[:, None],
         best=best,
         counts=counts,
@@ -127,7 +127,7 @@ def loss_and_gradient(
     """
     target = teacher.renormalised
     q, lse, best = _softmax(draft_logits)
-    soft_ce = lse - _row_dot(target, draft_logits)  # -sum p~ (z - lse)
+    soft_ce = lse - (target * draft_logits).sum(dim=-1)  # -sum p~ (z - lse); as a product autocast would round it
     if settings.kind == "soft_ce":
         return soft_ce, q.sub_(target), best
     kl = soft_ce - teacher.entropy
@@ -150,11 +150,6 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     probs = logits.softmax(dim=-1)
     largest = probs.gather(1, top.indices[:, None]).squeeze(1)  # exp(max - lse), at least 1 / V
     return probs, top.values - largest.log(), top.indices
-
-
-def _row_dot(left: Tensor, right: Tensor) -> Tensor:
-    """(R, V) x (R, V) -> (R,) without an (R, V) product in memory."""
-    return torch.bmm(left[:, None], right[:, :, None]).flatten()
 
 
 def _chunks(labels: ChainLabels) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:

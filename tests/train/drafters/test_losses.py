@@ -231,3 +231,17 @@ def test_no_tensor_of_all_labels_by_vocabulary_exists(monkeypatch, kind):
     with WidestLogits() as widest:
         chunked(p, settings_of(kind, True, (1.0,) * 3))[0].backward()
     assert widest.rows == 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_rounds_nothing_that_was_given_in_bfloat16(kind):
+    """Softmax statistics and losses stay float32 whatever precision the matrix products have."""
+    p = problem(["pAAAAAA", "pppAAA"], num_steps=2)
+    p.hidden = [rows.detach().bfloat16() for rows in p.hidden]
+    p.head = p.head.detach().bfloat16()
+    p.teacher = Teacher(*(part.bfloat16() for part in list(vars(p.teacher).values())[:3]), DRAFT_IDS)
+    loss_settings = settings_of(kind, step_weights=(1.0, 1.0))
+    plain = chunked(p, loss_settings)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = chunked(p, loss_settings)
+    assert all(torch.equal(a, b) for a, b in zip(plain, mixed, strict=True))
