@@ -29,7 +29,13 @@ from pydantic import ValidationError
 
 from conf import InputError
 
-OmegaConf.register_new_resolver("run_name_of", lambda path: run_name_of(str(path)), replace=True)
+OmegaConf.register_new_resolver(
+    "run_name_of",
+    lambda checkpoint, drafter="none", target="none": (
+        f"{drafter}-{target}" if checkpoint in (None, "None") else run_name_of(str(checkpoint))
+    ),
+    replace=True,
+)
 
 USAGE_ERROR = 2
 """Exit code for anything the user can mend."""

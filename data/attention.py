@@ -1,8 +1,11 @@
-"""Attention of the target over packed documents: one causal kernel call per document, no (T, T) mask.
+"""Attention of the target: packed documents (training) and sequences of different length (decoding).
 
-Registered with transformers as the attention implementation `packed_sdpa`: calls that name document borders
-(`cu_seq_lens_q`, the keyword of its flash-attention path) run document by document, all others (cached decoding,
-sliding windows shorter than a document) as transformers' own `sdpa`.
+Registered with transformers as the attention implementation `outrider`; no mask function is registered, so transformers
+builds none. Which rows see which keys comes from what the caller passes through the model:
+
+    cu_seq_lens_q   document borders: one causal kernel call per document, no (T, T) mask
+    attention_mask  (B, 1, M, L) bool, from `data.cache`: rows of a cached step; `distance` besides, for sliding windows
+    neither         plain causal attention, also after a cache of transformers' own (unpadded)
 """
 
 from itertools import pairwise
@@ -10,56 +13,68 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
 
-NAME = "packed_sdpa"
+NAME = "outrider"
 
 
-def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    cu_seq_lens_q: Tensor | None = None,
-    sliding_window: int | None = None,
-    **passed_on: Any,
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **passed_on: Any
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it.
 
     Args:
         module: the layer's attention module.
-        query: (1, H, R, E), R = all packs laid end to end.
-        key: (1, G, R, E).
-        value: (1, G, R, E).
-        attention_mask: transformers' mask; not needed where the borders say everything.
-        cu_seq_lens_q: (documents + 1,) ascending borders within R; rows after the last are padding and get zeros.
-        sliding_window: of this layer, or None.
-        passed_on: `scaling`, `dropout` and what else transformers hands to its own implementation.
+        query: (B, H, M, E).
+        key: (B, G, L, E).
+        value: (B, G, L, E).
+        attention_mask: (B, 1, M, L) bool, True where a row may look; None for packed or plain causal attention.
+        passed_on: what callers and transformers hand over by name. Of use here:
+            cu_seq_lens_q (documents + 1,) ascending borders within M (B = 1);
+            distance (B, 1, M, L) int64, how many positions each key lies before each row;
+            sliding_window of this layer: rows see keys at distance < sliding_window;
+            scaling of the scores, 1 / sqrt(E) by default.
 
     Returns:
-        (1, R, H, E) and None, as transformers expects.
+        (B, M, H, E) and None, as transformers expects.
+
+    Raises:
+        ValueError: for soft-capped scores and dropout, which this kernel would leave out.
     """
-    if passed_on.get("softcap") is not None:
-        raise ValueError("attention with soft-capped scores is not supported: this kernel would leave the cap out")
-    spans = [] if cu_seq_lens_q is None else cu_seq_lens_q.tolist()
-    longest = max((end - start for start, end in pairwise(spans)), default=0)
-    if cu_seq_lens_q is None or (sliding_window is not None and longest > sliding_window):
-        own: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, sliding_window=sliding_window, **passed_on
-        )
-        return own
+    if passed_on.get("softcap") is not None or passed_on.get("dropout"):
+        raise ValueError("attention with soft-capped scores or dropout is not supported: this kernel has neither")
+    sliding_window, scaling = passed_on.get("sliding_window"), passed_on.get("scaling")
+    distance, cu_seq_lens_q = passed_on.get("distance"), passed_on.get("cu_seq_lens_q")
+    if attention_mask is not None:
+        if sliding_window is not None and distance is not None:
+            attention_mask = attention_mask & (distance < sliding_window)
+        return _attend(query, key, value, scaling, attention_mask).transpose(1, 2), None
+    if key.shape[2] != query.shape[2]:
+        attention_mask = _band(query.shape[2], key.shape[2], sliding_window, query.device)
+        return _attend(query, key, value, scaling, attention_mask).transpose(1, 2), None
+    borders = [0, query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.tolist()
     out = torch.zeros_like(query)
-    for start, end in pairwise(spans):
+    for start, end in pairwise(borders):
         rows = slice(start, end)
-        out[:, :, rows] = nn.functional.scaled_dot_product_attention(
-            query[:, :, rows], key[:, :, rows], value[:, :, rows],
-            is_causal=True, scale=passed_on.get("scaling"), enable_gqa=True,
-        )  # fmt: skip
+        window = None
+        if sliding_window is not None and end - start > sliding_window:
+            window = _band(end - start, end - start, sliding_window, query.device)
+        out[:, :, rows] = _attend(query[:, :, rows], key[:, :, rows], value[:, :, rows], scaling, window)
     return out.transpose(1, 2), None
 
 
-AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, mask: Tensor | None) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+    )
+
+
+def _band(num_rows: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """(M, L) bool: the last M of L rows see themselves and earlier keys, at distance < window."""
+    distance = torch.arange(num_keys - num_rows, num_keys, device=device)[:, None] - torch.arange(
+        num_keys, device=device
+    )
+    return (distance >= 0) & (distance < (num_keys if window is None else window))
+
+
+AttentionInterface.register(NAME, attention)

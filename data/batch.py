@@ -69,12 +69,13 @@ class TargetFeatures:
     last_hidden_state: Tensor | None
     """(B, T, D) *after* the target's final norm: `lm_head(last_hidden_state)` are the target's logits."""
 
-    def rows(self, start: int, end: int) -> "TargetFeatures":
-        """The rows [start, end) of every sequence."""
+    def select(self, rows: Tensor) -> "TargetFeatures":
+        """The given rows of each sequence: (B, P) int64 -> features of shape (B, P, ...)."""
+        sequences = torch.arange(len(rows), device=rows.device)[:, None]
         last = self.last_hidden_state
         return TargetFeatures(
-            aux_hidden_states=self.aux_hidden_states[:, start:end],
-            last_hidden_state=None if last is None else last[:, start:end],
+            aux_hidden_states=self.aux_hidden_states[sequences, rows],
+            last_hidden_state=None if last is None else last[sequences, rows],
         )
 
 

@@ -6,8 +6,8 @@ A corpus may hold sampled or foreign answers; serving at T=0 runs on the target'
 from collections.abc import Sequence
 
 import torch
-from transformers import DynamicCache
 
+from data.batch import Wants
 from data.encode import Document
 from data.target import Target
 
@@ -28,23 +28,26 @@ def greedy_answers(target: Target, prompts: Sequence[list[int]], max_new_tokens:
         One document per prompt, loss_mask True on the generated tokens, in the order of the prompts.
     """
     documents: list[Document] = []
+    eos = torch.tensor(sorted(target.eos_token_ids), device=target.device)
+    wants = Wants(aux_layers=(), last_hidden_state=False)
     for start in range(0, len(prompts), BATCH):
         group = prompts[start : start + BATCH]
-        width = max(map(len, group))
-        ids = torch.zeros(len(group), width, dtype=torch.int64, device=target.device)
-        attended = torch.zeros_like(ids)
-        for row, prompt in enumerate(group):  # padding on the left, so that all answers start in one column
-            ids[row, width - len(prompt) :] = torch.tensor(prompt)
-            attended[row, width - len(prompt) :] = 1
-        output = target.model.generate(
-            input_ids=ids,
-            attention_mask=attended,
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            cache=DynamicCache(config=target.hf_config),
-            pad_token_id=min(target.eos_token_ids, default=0),
-        )
-        for prompt, answer in zip(group, output[:, width:].tolist(), strict=True):
+        lengths = torch.tensor([len(prompt) for prompt in group], device=target.device)
+        width = int(lengths.max())
+        cache = target.new_cache(len(group), width + max_new_tokens)
+        ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in group], device=target.device)
+        last, _ = target.step(ids, cache, wants)
+        cache.commit(lengths)
+        token = target.logits(last[torch.arange(len(group)), lengths - 1]).argmax(dim=-1)
+        columns = [token]
+        ended = torch.isin(token, eos)
+        while len(columns) < max_new_tokens and not bool(ended.all()):
+            last, _ = target.step(token[:, None], cache, wants)
+            cache.commit(torch.ones_like(lengths))
+            token = target.logits(last[:, 0]).argmax(dim=-1)
+            columns.append(token)
+            ended |= torch.isin(token, eos)
+        for prompt, answer in zip(group, torch.stack(columns, dim=1).tolist(), strict=True):
             generated = _until_end_of_turn(answer, target.eos_token_ids)
             documents.append(
                 Document(

@@ -6,7 +6,6 @@ Shape letters: B = batch, T = tokens, D = hidden size, A = auxiliary layers, V =
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -14,12 +13,14 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from conf import InputError, config
 from data import attention, wheel_target
 from data.batch import Batch, TargetFeatures, TargetParts, Wants
+from data.cache import TargetCache, step_mask, tree_mask
+from data.identity import TargetIdentity
 
 
 @config
@@ -38,34 +39,6 @@ class TargetConfig:
     """Passed to the chat template, e.g. {enable_thinking: false} for Qwen3."""
     trust_remote_code: bool
     """Run Python code out of the model's repository. Leave off unless you have read it."""
-
-
-@dataclass(frozen=True)
-class TargetIdentity:
-    """What a drafter was trained for. Saved with it and compared before it is used."""
-
-    name: str
-    path: str
-    revision: str | None
-    architecture: str
-    hidden_size: int
-    num_hidden_layers: int
-    vocab_size: int
-    tokenizer_sha256: str
-    weights_sha256: str
-    """Over the final norm and the first 64 embedding rows: enough to tell two models apart, cheap to compute."""
-
-    def require(self, found: "TargetIdentity") -> None:
-        """Raise InputError unless `found` is the same model with the same tokenizer (names and paths may differ)."""
-        for field in (
-            "architecture", "hidden_size", "num_hidden_layers", "vocab_size", "tokenizer_sha256", "weights_sha256",
-        ):  # fmt: skip
-            mine, theirs = getattr(self, field), getattr(found, field)
-            if mine != theirs:
-                raise InputError(
-                    f"the checkpoint was trained for target {self.name} ({field} {mine}), "
-                    f"but {found.name} has {field} {theirs}: use the target that it was trained for"
-                )
 
 
 class Target:
@@ -104,6 +77,7 @@ class Target:
         self._decoder: Any = self.model.get_decoder()
         self._layers = _find_layers(self._decoder, self.hf_config.num_hidden_layers)
         self._captured: dict[int, Tensor] = {}
+        self._has_windows = getattr(self.hf_config, "sliding_window", None) is not None
         self._require_plain_head()
 
     @property
@@ -183,24 +157,44 @@ class Target:
             last_hidden_state=None if last is None else last.view(*shape, -1),
         )
 
-    def new_cache(self) -> DynamicCache:
-        """An empty KV cache for `step`; `cache.crop(-n)` forgets the last n tokens."""
-        return DynamicCache(config=self.hf_config)
+    def new_cache(self, batch_size: int, capacity: int, static_shapes: bool = False) -> TargetCache:
+        """An empty cache for `step`: B sequences of at most `capacity` tokens, drafts under verification included."""
+        return TargetCache(batch_size, capacity, self.device, static_shapes)
 
     @torch.inference_mode()
-    def step(self, input_ids: Tensor, cache: DynamicCache, wants: Wants) -> tuple[Tensor, TargetFeatures]:
-        """Read `input_ids` after what `cache` holds, and add them to it.
+    def step(
+        self, input_ids: Tensor, cache: TargetCache, wants: Wants, visible: Tensor | None = None
+    ) -> tuple[Tensor, TargetFeatures]:
+        """Read `input_ids` after what `cache` has committed; they count once `cache.commit` is told so.
 
         Args:
-            input_ids: (1, M) int64.
-            cache: from `new_cache`; grows by M tokens.
+            input_ids: (B, M) int64; sequences with fewer rows are padded on the right with anything.
+            cache: from `new_cache`.
             wants: the hidden states to keep.
+            visible: (B, M, M) bool, for trees: which rows of this step each row sees, itself included; None: all
+                earlier ones.
 
         Returns:
-            last_hidden_state (1, M, D) after the final norm (`logits` turns it into logits), and the features.
+            last_hidden_state (B, M, D) after the final norm (`logits` turns it into logits), and the features.
         """
+        batch, num_rows = input_ids.shape
+        slots = cache.begin(num_rows)
+        depth = torch.arange(num_rows, device=self.device).expand(batch, -1) if visible is None else visible.sum(-1) - 1
+        if visible is None:
+            mask = step_mask(cache.lengths, num_rows, slots.end)
+        else:
+            mask = tree_mask(cache.lengths, visible, slots.end)
+        positions = cache.lengths[:, None] + depth
+        windowed = {"distance": _distances(cache.lengths, positions, slots.end)} if self._has_windows else {}
         with self._hooks(wants.aux_layers):
-            output = self._decoder(input_ids=input_ids, cache=cache, use_cache=True)
+            output = self._decoder(
+                input_ids=input_ids,
+                position_ids=positions,
+                attention_mask=mask,
+                cache=cache,
+                use_cache=True,
+                **windowed,
+            )
         return output.last_hidden_state, self._features(output.last_hidden_state, wants)
 
     def logits(self, last_hidden_state: Tensor) -> Tensor:
@@ -280,6 +274,14 @@ def resolve_path(target_config: TargetConfig) -> str:
             "name a downloaded model folder with target.path=FOLDER (for a checkpoint: target_path=FOLDER)"
         ) from error
     return path
+
+
+def _distances(lengths: Tensor, positions: Tensor, end: int) -> Tensor:
+    """(B, 1, M, L) int64: how many positions each slot's token lies before each row's, for sliding windows."""
+    slots = torch.arange(end, device=lengths.device).expand(len(lengths), -1)
+    index = (slots - lengths[:, None]).clamp(0, positions.shape[1] - 1)
+    keys = torch.where(slots < lengths[:, None], slots, positions.gather(1, index))
+    return (positions[:, :, None] - keys[:, None])[:, None]
 
 
 def _borders(batch: Batch) -> list[int]:

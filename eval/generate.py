@@ -1,150 +1,239 @@
-"""The embedded decoder: plain decoding, and lossless speculative decoding with chain drafts. Batch size 1.
+"""The embedded decoder: plain decoding, and lossless speculative decoding of several sequences at once.
 
-A round: the drafter proposes K tokens after the committed text; the target reads the last committed token and the K
-drafts in one cached forward pass; verification keeps some of them and adds one of the target's own; both caches forget
-what was not kept; the drafter then takes in the target's true features of the kept rows.
+A round: the proposer drafts after the committed text; the target reads the last committed token and the drafts in one
+cached forward pass; verification keeps some of them and adds one token of the target's own; the caches commit what was
+kept, each sequence by its own count; the proposer takes in the target's true features of the kept rows. Sequences that
+have ended leave the batch.
 
 Counting: a round's `num_accepted` are the drafts kept *and emitted*. Drafts beyond the end of the output (end-of-turn
 token or token limit) are not counted, and the round that ends there still counts as a round. `train.acceptance` counts
 the same way.
+
+Shape letters: B = sequences still running, M = rows of a step, N = drafts, V = target vocabulary.
 """
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from data.batch import Wants
+from data.batch import TargetFeatures, Wants
+from data.cache import TargetCache
 from data.target import Target
-from eval.sampling import SamplingConfig
-from eval.verify import Verdict, verify_greedy, verify_sampled
-from train.drafters.base import Draft, Drafter
+from eval.generation import Batched, Clock, Decoding, Generation, Round, smallest_gaps, trace
+from eval.rounds import Outcome, ancestor_mask, verify_round
+from eval.verify import Dice
+from train.drafters.base import Draft, DraftState, Proposer
 
 
-@dataclass(frozen=True)
-class Round:
-    """One draft-verify-commit round."""
-
-    num_accepted: int
-    """Drafted tokens kept and emitted, 0..K."""
-    num_emitted: int
-    """Tokens added to the output: num_accepted, and the target's own unless the output ended before it."""
-    target_gap: float
-    """Smallest difference between the two largest target logits over the rows that decided this round: where it is
-    tiny, rounding may decide otherwise."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One answer."""
-
-    tokens: list[int]
-    """Generated ids, end-of-turn token included."""
-    rounds: list[Round]
-    """Empty for plain decoding."""
-    prefill_seconds: float
-    decode_seconds: float
-    """Everything after the prompt's forward pass."""
-
-
+@torch.inference_mode()
 def plain_generate(
-    target: Target, prompt: list[int], max_tokens: int, sampling: SamplingConfig, generator: torch.Generator | None
-) -> Generation:
-    """Autoregressive decoding with the same target code: the baseline of every speed-up.
+    target: Target, prompts: Sequence[Sequence[int]], decoding: Decoding, generator: torch.Generator | None = None
+) -> Batched:
+    """Autoregressive decoding with the same target code and cache: the baseline of every speed-up.
 
     Args:
         target: the model.
-        prompt: token ids, generation prompt included.
-        max_tokens: most tokens to generate.
-        sampling: temperature, top-k, top-p.
+        prompts: token ids, generation prompt included; of any lengths.
+        decoding: `plan`, `rule` and `trace` are unused.
         generator: source of randomness, unused at temperature 0.
     """
     wants = Wants(aux_layers=(), last_hidden_state=False)
-    started = time.perf_counter()
-    cache = target.new_cache()
-    last, _ = target.step(_ids(target, prompt), cache, wants)
-    tokens = [_choose(target.logits(last[0, -1:])[0], sampling, generator)]
-    prefilled = time.perf_counter()
-    while len(tokens) < max_tokens and tokens[-1] not in target.eos_token_ids:
-        last, _ = target.step(_ids(target, tokens[-1:]), cache, wants)
-        tokens.append(_choose(target.logits(last[0])[0], sampling, generator))
-    return Generation(tokens, [], prefilled - started, time.perf_counter() - prefilled)
+    run = _Run(target, prompts, decoding, 0, generator)
+    run.prefill(wants)
+    while run.rows:
+        with _spent(run.clock, "target"):
+            last, _ = target.step(run.last_tokens()[:, None], run.cache, wants)
+            logits = target.logits(last[:, 0])
+        run.cache.commit(torch.ones_like(run.cache.lengths))
+        chosen = run.choose(logits).tolist()
+        run.emit([[token] for token in chosen])
+        run.keep_running()
+    return run.finish()
 
 
 @torch.inference_mode()
 def speculative_generate(
     target: Target,
-    drafter: Drafter,
-    prompt: list[int],
-    max_tokens: int,
-    num_draft_tokens: int,
-    sampling: SamplingConfig,
+    proposer: Proposer,
+    prompts: Sequence[Sequence[int]],
+    decoding: Decoding,
     generator: torch.Generator | None = None,
-) -> Generation:
+) -> Batched:
     """Speculative decoding: the law of the output is that of `plain_generate`, token for token at temperature 0.
 
     Args:
         target: the model.
-        drafter: in the target's dtype and on its device.
-        prompt: token ids, generation prompt included.
-        max_tokens: most tokens to generate.
-        num_draft_tokens: K per round.
-        sampling: applied to the target's and the drafter's logits alike.
+        proposer: in the target's dtype and on its device.
+        prompts: token ids, generation prompt included; of any lengths.
+        decoding: how.
         generator: source of randomness, unused at temperature 0.
     """
-    warp = None if sampling.greedy else sampling.probs
+    plan = decoding.plan
+    warp = None if decoding.sampling.greedy else decoding.sampling.probs
+    run = _Run(target, prompts, decoding, plan.max_nodes, generator)
+    features = run.prefill(proposer.wants)
+    with _spent(run.clock, "drafter"):
+        state = proposer.start(prompts, run.cache.capacity)
+        proposer.observe(state, features, run.after_prompt(), run.cache.lengths)
+        run.keep_running(state)
+    while run.rows:
+        with _spent(run.clock, "drafter"):
+            draft = proposer.propose(state, plan, warp, generator)
+        with _spent(run.clock, "target"):
+            read = torch.cat([run.last_tokens()[:, None], draft.tokens], dim=1)  # (B, N + 1)
+            last, features = target.step(read, run.cache, proposer.wants, ancestor_mask(draft))
+            logits = target.logits(last)
+        logits = run.penalised(logits, draft)
+        outcome = verify_round(draft, logits, decoding.sampling, decoding.rule, run.dice)
+        committed = outcome.committed(draft)
+        run.commit(draft, outcome)
+        with _spent(run.clock, "drafter"):
+            kept = features.select(outcome.path[:, : int(outcome.counts.max())])
+            proposer.observe(state, kept, _padded(committed, target.device), outcome.counts)
+        run.record(draft, logits, outcome, committed)
+        run.keep_running(state)
+    return run.finish()
+
+
+class _Run:
+    """The sequences of one call: texts, caches and clock."""
+
+    def __init__(
+        self,
+        target: Target,
+        prompts: Sequence[Sequence[int]],
+        decoding: Decoding,
+        max_drafts: int,
+        generator: torch.Generator | None,
+    ) -> None:
+        self.target, self.decoding, self.prompts = target, decoding, prompts
+        self.dice = Dice(generator)
+        self.answers = [Generation() for _ in prompts]
+        self.rows = list(range(len(prompts)))  # the sequences still in the batch
+        self.clock = Clock()
+        capacity = max(map(len, prompts)) + decoding.max_tokens + max_drafts + 1
+        self.cache = TargetCache(len(prompts), capacity, target.device, decoding.static_shapes)
+        self._seen: Tensor | None = None
+
+    # --- prompts -----------------------------------------------------------------------------------------------------
+
+    def prefill(self, wants: Wants) -> TargetFeatures:
+        """Read the prompts, padded on the right, and choose the first tokens; returns features of all rows."""
+        started = time.perf_counter()
+        last, features = self.target.step(_padded(self.prompts, self.target.device), self.cache, wants)
+        lengths = torch.tensor([len(prompt) for prompt in self.prompts], device=self.target.device)
+        self.cache.commit(lengths)
+        ends = last[torch.arange(len(lengths), device=lengths.device), lengths - 1]  # (B, D)
+        logits = self.target.logits(ends)
+        if self.decoding.sampling.penalises:
+            self._seen = torch.zeros_like(logits, dtype=torch.bool)
+            for row, prompt in enumerate(self.prompts):
+                self._seen[row, torch.tensor(prompt, device=lengths.device)] = True
+        self.emit([[token] for token in self.choose(logits).tolist()])
+        self.clock.prefill = time.perf_counter() - started
+        self._started = time.perf_counter()
+        return features
+
+    def after_prompt(self) -> Tensor:
+        """(B, longest prompt) int64: the token after each row of the prompts."""
+        return _padded(
+            [[*prompt[1:], answer.tokens[0]] for prompt, answer in zip(self.prompts, self.answers, strict=True)],
+            self.target.device,
+        )
+
+    # --- rounds ------------------------------------------------------------------------------------------------------
+
+    def last_tokens(self) -> Tensor:
+        """(B,) the last committed token of each running sequence."""
+        return torch.tensor([self.answers[row].tokens[-1] for row in self.rows], device=self.target.device)
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """(B, V) logits -> (B,) tokens of the target's own."""
+        sampling = self.decoding.sampling
+        if self._seen is not None:
+            logits = sampling.penalise(logits, self._seen)
+        return logits.argmax(dim=-1) if sampling.greedy else self.dice.draw(sampling.probs(logits))
+
+    def penalised(self, logits: Tensor, draft: Draft) -> Tensor:
+        """(B, N + 1, V): the repetition penalty, each row with its own history (text and the drafts before it)."""
+        if self._seen is None:
+            return logits
+        seen = self._seen[:, None].repeat(1, logits.shape[1], 1)
+        visible = ancestor_mask(draft)
+        if visible is None:
+            rows = torch.arange(logits.shape[1], device=logits.device)
+            visible = (rows <= rows[:, None]).expand(len(logits), -1, -1)
+        for node in range(draft.tokens.shape[1]):
+            batch, row = torch.nonzero(visible[:, :, node + 1], as_tuple=True)
+            seen[batch, row, draft.tokens[batch, node]] = True
+        return self.decoding.sampling.penalise(logits, seen)
+
+    def commit(self, draft: Draft, outcome: Outcome) -> None:
+        """Let the target's cache keep what the round kept."""
+        if draft.parents is None:
+            self.cache.commit(outcome.counts)
+        else:
+            self.cache.commit_path(outcome.path, outcome.counts)
+
+    def emit(self, committed: list[list[int]]) -> list[int]:
+        """Add tokens to the outputs, up to an end-of-turn token or the limit; returns how many each sequence took."""
+        taken = []
+        for row, tokens in zip(self.rows, committed, strict=True):
+            answer = self.answers[row].tokens
+            room = tokens[: self.decoding.max_tokens - len(answer)]
+            end = next((i + 1 for i, token in enumerate(room) if token in self.target.eos_token_ids), len(room))
+            answer += room[:end]
+            taken.append(end)
+        if self._seen is not None:
+            for index, tokens in enumerate(committed):
+                self._seen[index, torch.tensor(tokens, device=self._seen.device)] = True
+        return taken
+
+    def record(self, draft: Draft, logits: Tensor, outcome: Outcome, committed: list[list[int]]) -> None:
+        """Emit a round's tokens and note what happened."""
+        gaps = smallest_gaps(logits, outcome)
+        drafted = [draft.tokens.shape[1]] * len(committed) if draft.num_drafts is None else draft.num_drafts.tolist()
+        details = trace(draft, logits, outcome, self.decoding) if self.decoding.trace else [None] * len(committed)
+        for index, taken in enumerate(self.emit(committed)):
+            accepted = min(len(committed[index]) - 1, taken)
+            self.answers[self.rows[index]].rounds.append(
+                Round(accepted, taken, drafted[index], gaps[index], details[index])
+            )
+
+    def keep_running(self, state: DraftState | None = None) -> None:
+        """Sequences that have ended leave the batch."""
+        running = [index for index, row in enumerate(self.rows) if not self._ended(self.answers[row].tokens)]
+        if len(running) == len(self.rows):
+            return
+        self.rows = [self.rows[index] for index in running]
+        kept = torch.tensor(running, dtype=torch.int64, device=self.target.device)
+        self.cache.keep(kept)
+        if self._seen is not None:
+            self._seen = self._seen[kept]
+        if state is not None:
+            state.keep(kept)
+
+    def _ended(self, tokens: list[int]) -> bool:
+        return len(tokens) >= self.decoding.max_tokens or tokens[-1] in self.target.eos_token_ids
+
+    def finish(self) -> Batched:
+        """The answers."""
+        self.clock.total = time.perf_counter() - self._started
+        return Batched(self.answers, self.clock)
+
+
+@contextmanager
+def _spent(clock: Clock, part: Literal["target", "drafter"]) -> Iterator[None]:
     started = time.perf_counter()
-    cache = target.new_cache()
-    state = drafter.start(len(prompt) + max_tokens + num_draft_tokens)
-    last, features = target.step(_ids(target, prompt), cache, drafter.wants)
-    tokens = [_choose(target.logits(last[0, -1:])[0], sampling, generator)]
-    drafter.observe(state, features, _ids(target, [*prompt[1:], tokens[0]]))
-    prefilled = time.perf_counter()
-    rounds: list[Round] = []
-    while len(tokens) < max_tokens and tokens[-1] not in target.eos_token_ids:
-        draft = drafter.propose(state, num_draft_tokens, warp, generator)
-        read = torch.cat([_ids(target, tokens[-1:]), draft.tokens], dim=1)  # (1, K + 1)
-        last, features = target.step(read, cache, drafter.wants)
-        logits = target.logits(last[0])  # (K + 1, V)
-        verdict = _verify(draft, logits, sampling, generator)
-        if verdict.num_accepted < num_draft_tokens:
-            cache.crop(verdict.num_accepted - num_draft_tokens)  # forgets the rejected drafts
-        committed = [*draft.tokens[0, : verdict.num_accepted].tolist(), verdict.next_token]
-        drafter.observe(state, features.rows(0, len(committed)), _ids(target, committed))
-        emitted = _until_end(committed, max_tokens - len(tokens), target.eos_token_ids)
-        tokens += emitted
-        accepted = min(verdict.num_accepted, len(emitted))
-        rounds.append(Round(accepted, len(emitted), _smallest_gap(logits[: verdict.num_accepted + 1])))
-    return Generation(tokens, rounds, prefilled - started, time.perf_counter() - prefilled)
+    yield
+    setattr(clock, part, getattr(clock, part) + time.perf_counter() - started)
 
 
-def _verify(draft: Draft, logits: Tensor, sampling: SamplingConfig, generator: torch.Generator | None) -> Verdict:
-    if sampling.greedy:
-        return verify_greedy(draft.tokens[0], logits)
-    draft_probs = None if draft.probs is None else draft.probs[0]
-    return verify_sampled(draft.tokens[0], draft_probs, sampling.probs(logits), generator)
-
-
-def _choose(logits: Tensor, sampling: SamplingConfig, generator: torch.Generator | None) -> int:
-    """One token from (V,) logits."""
-    if sampling.greedy:
-        return int(logits.argmax())
-    return int(torch.multinomial(sampling.probs(logits), 1, generator=generator))
-
-
-def _until_end(committed: list[int], room: int, eos_token_ids: frozenset[int]) -> list[int]:
-    """The part of `committed` that is output: up to an end-of-turn token, at most `room` tokens."""
-    for position, token in enumerate(committed[:room]):
-        if token in eos_token_ids:
-            return committed[: position + 1]
-    return committed[:room]
-
-
-def _smallest_gap(logits: Tensor) -> float:
-    top = logits.topk(2, dim=-1).values
-    return float((top[:, 0] - top[:, 1]).min())
-
-
-def _ids(target: Target, tokens: list[int]) -> Tensor:
-    return torch.tensor([tokens], device=target.device)
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """(B, longest) int64, filled with 0 on the right."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)

@@ -1,5 +1,6 @@
 """The evaluation job: decode prompts speculatively and plainly, walk over the same answers, and compare."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,15 @@ from data.corpus import CorpusConfig
 from data.encode import Document
 from data.packing import collate_alone
 from data.prepare import make_encoder
-from data.target import Target
-from eval.generate import Generation, plain_generate, speculative_generate
+from data.target import Target, TargetConfig
+from eval.generate import plain_generate, speculative_generate
+from eval.generation import Clock, Decoding, Generation
+from eval.rounds import Rule
 from eval.sampling import SamplingConfig
 from eval.suites import Prompt, read_prompts
 from train.acceptance import Acceptance, round_walk
 from train.checkpoint import load_drafter
-from train.drafters.base import Drafter
+from train.drafters.base import Drafter, DrafterConfig, DraftPlan, Proposer
 from train.progress import ProgressReport
 
 
@@ -32,10 +35,14 @@ from train.progress import ProgressReport
 class EvalJob:
     """Values: conf/eval.yaml."""
 
-    checkpoint: str
-    """Run folder (its best checkpoint) or checkpoint folder."""
+    checkpoint: str | None
+    """Run folder (its best checkpoint) or checkpoint folder; None for a drafter without a model."""
+    target: TargetConfig | None
+    """Only without a checkpoint, which knows its target."""
+    drafter: DrafterConfig | None
+    """Only without a checkpoint: ngram or suffix."""
     target_path: str | None
-    """Where the target is now, if not where training found it."""
+    """Where the checkpoint's target is now, if not where training found it."""
     trust_remote_code: bool
     """Whether a target that brings its own code may run it."""
     run_name: str
@@ -43,14 +50,22 @@ class EvalJob:
     corpus: CorpusConfig
     """The prompts: first turns of a jsonl file."""
     sampling: SamplingConfig
+    draft: DraftPlan
+    rule: Rule
+    """Verification of sampled chains."""
     dtype: Literal["float32", "bfloat16"]
     """Of target and drafter. float32 for exact comparisons, bfloat16 as engines serve."""
     num_draft_tokens: int = Field(ge=1)
     """K per round."""
     max_tokens: int = Field(ge=2)
     """Longest answer."""
+    batch_size: int = Field(ge=1)
+    """Prompts decoded together, where no time is taken."""
     plain_prompts: int = Field(ge=0)
-    """So many prompts are decoded without speculation too: the speed baseline, and a check of equal output at T=0."""
+    """So many prompts are decoded one by one, with and without speculation: the speed-up, and a check of equal output
+    at T=0."""
+    trace: bool
+    """Write every draft of every round to trace.jsonl."""
     seed: int
     """Of sampling."""
     num_threads: int | None = Field(ge=1)
@@ -66,6 +81,14 @@ class Decoded:
     plain: Generation | None
 
 
+@dataclass
+class Timed:
+    """Decoding one prompt at a time."""
+
+    speculative: Clock
+    plain: Clock
+
+
 def run(composed: DictConfig) -> None:
     """`python -m eval`: write summary.json and rounds.json into `output_dir` and print the figures.
 
@@ -75,72 +98,127 @@ def run(composed: DictConfig) -> None:
     job: EvalJob = build(composed)
     if job.num_threads is not None:
         torch.set_num_threads(job.num_threads)
-    loaded = load_drafter(job.checkpoint, job.target_path, getattr(torch, job.dtype), job.trust_remote_code)
-    target, drafter = loaded.target, loaded.drafter
+    target, proposer, folder = load_proposer(job)
     encoder = make_encoder(target, target.hf_config.max_position_embeddings)
     prompts = read_prompts(job.corpus, encoder)
-    longest = max(len(prompt.input_ids) for prompt in prompts) + job.max_tokens + job.num_draft_tokens
+    longest = max(len(prompt.input_ids) for prompt in prompts) + job.max_tokens + job.draft.max_nodes
     if longest > encoder.max_tokens:
         raise InputError(f"prompt and answer need {longest} tokens, the target's context is {encoder.max_tokens}")
-    decoded = decode_all(job, target, drafter, prompts)
-    summary = summarise(job, decoded)
-    if job.sampling.greedy:
-        summary |= compare_with_walk(job, target, drafter, decoded)
-    summary |= {"checkpoint": str(loaded.folder), "prompts": len(prompts), "prompt_set": job.corpus.name}
-    folder = Path(job.output_dir)
-    write_text(folder / "config.yaml", OmegaConf.to_yaml(composed))
-    write_json(folder / "provenance.json", provenance())
-    write_json(folder / "rounds.json", {entry.prompt.source: _rounds(entry) for entry in decoded})
-    write_json(folder / "summary.json", summary)
-    _print(job, summary, folder)
+    decoded, timed = decode_all(job, target, proposer, prompts)
+    summary = summarise(job, decoded, timed)
+    if job.sampling.greedy and job.draft.kind == "chain" and isinstance(proposer, Drafter):
+        summary |= compare_with_walk(job, target, proposer, decoded)
+    summary |= {"checkpoint": folder, "prompts": len(prompts), "prompt_set": job.corpus.name}
+    output = Path(job.output_dir)
+    write_text(output / "config.yaml", OmegaConf.to_yaml(composed))
+    write_json(output / "provenance.json", provenance())
+    write_json(output / "rounds.json", {entry.prompt.source: _rounds(entry) for entry in decoded})
+    if job.trace:
+        write_trace(output / "trace.jsonl", decoded)
+    write_json(output / "summary.json", summary)
+    _print(job, summary, output)
 
 
-def decode_all(job: EvalJob, target: Target, drafter: Drafter, prompts: Sequence[Prompt]) -> list[Decoded]:
-    """Decode every prompt speculatively and the first `plain_prompts` plainly."""
-    decoded = []
+def load_proposer(job: EvalJob) -> tuple[Target, Proposer, str | None]:
+    """Target, drafter and the checkpoint's folder.
+
+    Raises:
+        InputError: if the job names neither a checkpoint nor a drafter that needs no training.
+    """
+    dtype = getattr(torch, job.dtype)
+    if job.checkpoint is not None:
+        loaded = load_drafter(job.checkpoint, job.target_path, dtype, job.trust_remote_code)
+        return loaded.target, loaded.drafter, str(loaded.folder)
+    if job.target is None or job.drafter is None:
+        raise InputError("what to evaluate? name checkpoint=RUN, or +target=... with +drafter=ngram or suffix")
+    target = Target(job.target, dtype)
+    proposer = job.drafter.build(target.parts, torch.arange(target.hf_config.vocab_size))
+    if isinstance(proposer, Drafter):
+        raise InputError(f"drafter {job.drafter.name} must be trained first: name checkpoint=RUN")
+    return target, proposer, None
+
+
+def decode_all(
+    job: EvalJob, target: Target, proposer: Proposer, prompts: Sequence[Prompt]
+) -> tuple[list[Decoded], Timed]:
+    """Decode the first `plain_prompts` one by one, with and without drafts; the others speculatively in batches."""
     generator = torch.Generator(target.device).manual_seed(job.seed)
-    # The first calls of a process are slow (kernels are chosen, memory is mapped): not part of any figure.
-    speculative_generate(target, drafter, prompts[0].input_ids, 4, job.num_draft_tokens, job.sampling, generator)
+    decoding = Decoding(
+        max_tokens=job.max_tokens, sampling=job.sampling, plan=job.draft, rule=job.rule, trace=job.trace,
+        static_shapes=False,
+    )  # fmt: skip
+    decoded: list[Decoded] = []
+    timed = Timed(Clock(), Clock())
     with ProgressReport(f"eval {job.run_name}", len(prompts), 0, shown=True) as progress:
-        for index, prompt in enumerate(prompts):
-            ids = prompt.input_ids
-            plain = None
-            if index < job.plain_prompts:
-                plain = plain_generate(target, ids, job.max_tokens, job.sampling, generator)
-            speculative = speculative_generate(
-                target, drafter, ids, job.max_tokens, job.num_draft_tokens, job.sampling, generator
-            )
-            decoded.append(Decoded(prompt, speculative, plain))
-            progress.update(index + 1, f"acceptance length {_acceptance(job, decoded).acceptance_length:.3f}")
-    return decoded
+        # The first calls of a process are slow (kernels are chosen, memory is mapped): not part of any figure.
+        speculative_generate(target, proposer, [prompts[0].input_ids], decoding.shortened(8), generator)
+        for prompt in prompts[: job.plain_prompts]:
+            plain = plain_generate(target, [prompt.input_ids], decoding, generator)
+            fast = speculative_generate(target, proposer, [prompt.input_ids], decoding, generator)
+            timed.plain.add(plain.clock)
+            timed.speculative.add(fast.clock)
+            decoded.append(Decoded(prompt, fast.answers[0], plain.answers[0]))
+            progress.update(len(decoded), f"acceptance length {_acceptance(job, decoded).acceptance_length:.3f}")
+        rest = prompts[job.plain_prompts :]
+        for start in range(0, len(rest), job.batch_size):
+            group = rest[start : start + job.batch_size]
+            ids = [prompt.input_ids for prompt in group]
+            answers = speculative_generate(target, proposer, ids, decoding, generator).answers
+            decoded += [Decoded(prompt, answer, None) for prompt, answer in zip(group, answers, strict=True)]
+            progress.update(len(decoded), f"acceptance length {_acceptance(job, decoded).acceptance_length:.3f}")
+    return decoded, timed
 
 
-def summarise(job: EvalJob, decoded: Sequence[Decoded]) -> dict[str, Any]:
+def summarise(job: EvalJob, decoded: Sequence[Decoded], timed: Timed) -> dict[str, Any]:
     """Acceptance, speed, and whether greedy outputs were equal. Definitions: README, "What is measured"."""
     acceptance = _acceptance(job, decoded)
     per_prompt = [_acceptance(job, [entry]).acceptance_length for entry in decoded if entry.speculative.rounds]
+    rounds = [turn for entry in decoded for turn in entry.speculative.rounds]
+    drafting = [turn for turn in rounds if turn.num_drafted]
     paired = [(entry.speculative, entry.plain) for entry in decoded if entry.plain is not None]
     speed: dict[str, Any] = {}
     if paired:
-        fast = sum(_decode_tokens(a) for a, _ in paired) / sum(a.decode_seconds for a, _ in paired)
-        slow = sum(_decode_tokens(b) for _, b in paired) / sum(b.decode_seconds for _, b in paired)
-        speed = {"tokens_per_second": fast, "plain_tokens_per_second": slow, "speedup": fast / slow}
+        fast = sum(_decode_tokens(a) for a, _ in paired) / timed.speculative.total
+        slow = sum(_decode_tokens(b) for _, b in paired) / timed.plain.total
+        clock = timed.speculative
+        speed = {
+            "tokens_per_second": fast, "plain_tokens_per_second": slow, "speedup": fast / slow,
+            "time_share": {"target": clock.target / clock.total, "drafter": clock.drafter / clock.total,
+                           "other": 1 - (clock.target + clock.drafter) / clock.total},
+        }  # fmt: skip
         if job.sampling.greedy:
             speed["outputs_equal_to_plain"] = sum(a.tokens == b.tokens for a, b in paired)
             speed["outputs_compared_with_plain"] = len(paired)
     return {
         "acceptance_length_decoded": acceptance.acceptance_length,
         "acceptance_length_macro": sum(per_prompt) / max(1, len(per_prompt)),
+        "acceptance_length_when_drafting": 1 + sum(turn.num_accepted for turn in drafting) / max(1, len(drafting)),
         "joint_rates": acceptance.joint_rates,
         "conditional_rates": acceptance.conditional_rates,
         "num_draft_tokens": job.num_draft_tokens,
+        "drafted_per_round": sum(turn.num_drafted for turn in rounds) / max(1, len(rounds)),
+        "draft": job.draft.kind,
         "max_tokens": job.max_tokens,
-        "num_rounds": len(acceptance.num_accepted),
+        "num_rounds": len(rounds),
+        "rounds_drafting": len(drafting),
         "generated_tokens": sum(len(entry.speculative.tokens) for entry in decoded),
         "temperature": job.sampling.temperature,
         "dtype": job.dtype,
         **speed,
     }
+
+
+def write_trace(path: Path, decoded: Sequence[Decoded]) -> None:
+    """One line per round: where it is, and every draft with both models' probabilities and its fate."""
+    lines = []
+    for entry in decoded:
+        position = 1  # the first token comes with the prompt
+        for turn in entry.speculative.rounds:
+            line = {"prompt": entry.prompt.source, "answer_token": position, "num_accepted": turn.num_accepted,
+                    "num_emitted": turn.num_emitted, "drafts": turn.drafts}  # fmt: skip
+            lines.append(json.dumps(line) + "\n")
+            position += turn.num_emitted
+    write_text(path, "".join(lines))
 
 
 def compare_with_walk(job: EvalJob, target: Target, drafter: Drafter, decoded: Sequence[Decoded]) -> dict[str, Any]:
@@ -210,5 +288,6 @@ def _print(job: EvalJob, summary: dict[str, Any], folder: Path) -> None:
             shown = f"{value:.3f}" if isinstance(value, float) else str(value)
         table.add_row(key, shown)
     table.add_row("written to", str(folder))
-    table.add_row("next", f"python -m serve_export checkpoint={job.checkpoint} stack=vllm")
+    if job.checkpoint is not None:
+        table.add_row("next", f"python -m serve_export checkpoint={job.checkpoint} stack=vllm")
     Console().print(table)

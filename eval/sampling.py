@@ -1,8 +1,9 @@
-"""Temperature, top-k and top-p: from logits to the distribution that a token is drawn from.
+"""From logits to the distribution that a token is drawn from: the processors of transformers, in its order.
 
-The same processing is applied to the target's logits before verification and to the drafter's before drafting:
-verification must see the distributions that tokens are really drawn from (acceptance.md in spirit: a mismatch there
-is the classic way to lose exactness).
+The same temperature, top-k, top-p and min-p are applied to the target's logits before verification and to the drafter's
+before drafting: verification must see the distributions that tokens are really drawn from. The repetition penalty looks
+at the text before each position, drafts included, so it is applied to the target's logits position by position; drafts
+are made without it, which costs acceptance, never exactness.
 """
 
 import torch
@@ -22,17 +23,36 @@ class SamplingConfig:
     """Keep the k most likely tokens, and those as likely as the k-th; None keeps all."""
     top_p: float = Field(gt=0, le=1)
     """Keep the smallest set of most likely tokens with at least this probability; 1 keeps all."""
+    min_p: float = Field(ge=0, le=1)
+    """Keep tokens with at least this share of the most likely one's probability; 0 keeps all."""
+    repetition_penalty: float = Field(gt=0)
+    """Logits of tokens that occur in prompt or output are divided by it (multiplied if negative); 1 changes nothing."""
 
     @property
     def greedy(self) -> bool:
         """Whether tokens are chosen by argmax."""
         return self.temperature == 0
 
+    @property
+    def penalises(self) -> bool:
+        """Whether logits depend on which tokens have occurred."""
+        return self.repetition_penalty != 1
+
+    def penalise(self, logits: Tensor, seen: Tensor) -> Tensor:
+        """Apply the repetition penalty.
+
+        Args:
+            logits: (..., V).
+            seen: (..., V) bool, tokens that occur before each position.
+        """
+        changed = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
+        return torch.where(seen, changed, logits)
+
     def probs(self, logits: Tensor) -> Tensor:
         """The distribution to sample from.
 
         Args:
-            logits: (..., V), any float dtype.
+            logits: (..., V), any float dtype, already penalised.
 
         Returns:
             (..., V) in float32 (float64 for float64 logits); rows sum to 1, removed tokens have exactly 0.
@@ -49,6 +69,9 @@ class SamplingConfig:
         probs = scaled.softmax(dim=-1)
         if self.top_p < 1:
             probs = _keep_top_p(probs, self.top_p)
+        if self.min_p > 0:
+            kept = torch.where(probs >= self.min_p * probs.amax(dim=-1, keepdim=True), probs, 0)
+            probs = kept / kept.sum(dim=-1, keepdim=True)
         return probs
 
 

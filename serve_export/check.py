@@ -8,6 +8,7 @@ from conf import InputError
 from conf.records import read_json
 from serve_export.reader import ExportedEagle3
 from train.checkpoint import LoadedDrafter
+from train.drafters.base import chain
 from train.drafters.eagle3 import Eagle3
 
 PROBE_TOKENS = 24
@@ -38,13 +39,13 @@ def compare_logits(loaded: LoadedDrafter, folder: Path, num_draft_tokens: int) -
     for parameter in drafter.parameters():
         parameter.copy_(parameter.to(getattr(torch, config["dtype"])))  # rounds to what was written
     probe = torch.arange(PROBE_TOKENS)[None].to(target.device) * 7 % target.hf_config.vocab_size
-    _, features = target.step(probe[:, :-1], target.new_cache(), drafter.wants)
+    _, features = target.step(probe[:, :-1], target.new_cache(1, PROBE_TOKENS), drafter.wants)
     aux = features.aux_hidden_states.float().cpu()
-    state = drafter.start(PROBE_TOKENS + num_draft_tokens)
-    drafter.observe(state, type(features)(aux, None), probe[:, 1:].cpu())
+    state = drafter.start(probe.tolist(), PROBE_TOKENS + num_draft_tokens)
+    drafter.observe(state, type(features)(aux, None), probe[:, 1:].cpu(), torch.tensor([PROBE_TOKENS - 1]))
     ours: list[torch.Tensor] = []
-    handle = drafter.lm_head.register_forward_hook(lambda _module, _inputs, output: ours.append(output))
-    drafter.propose(state, num_draft_tokens, None, None)
+    handle = drafter.lm_head.register_forward_hook(lambda _module, _inputs, output: ours.append(output.flatten(0, -2)))
+    drafter.propose(state, chain(num_draft_tokens), None, None)
     handle.remove()
     theirs = reader.draft_logits(aux[0], probe[0, 1:].cpu(), num_draft_tokens)
     difference = float((torch.cat(ours) - theirs).abs().max() / theirs.std())

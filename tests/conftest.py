@@ -45,6 +45,9 @@ def save_tiny_model(folder: Path, family: str = "llama", seed: int = 0, **overri
     }  # fmt: skip
     if family == "qwen3_moe":
         shape |= {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+    if family == "gemma3_text":  # every other layer sees a window that these tests' texts exceed
+        kinds = ["sliding_attention", "full_attention"] * 4
+        shape |= {"sliding_window": 9, "layer_types": kinds[: overrides.get("num_hidden_layers", 8)]}
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**(shape | overrides)), dtype=torch.float32)
     model.generation_config.eos_token_id = shape["eos_token_id"]

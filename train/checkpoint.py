@@ -23,7 +23,8 @@ from yaml import YAMLError
 from conf import InputError
 from conf.cli import rebuild
 from conf.records import read_json, read_safetensors, write_json, write_text
-from data.target import Target, TargetConfig, TargetIdentity
+from data.identity import TargetIdentity
+from data.target import Target, TargetConfig
 from train.drafters.base import Drafter, DrafterConfig
 
 FORMAT = 1
@@ -177,6 +178,8 @@ def load_drafter(
     target = Target(target_config, dtype)
     manifest.target.require(target.identity())
     drafter = drafter_config.build(target.parts, weights["draft_to_target_ids"])
+    if not isinstance(drafter, Drafter):
+        raise InputError(f"{folder / 'config.yaml'} names drafter {drafter_config.name}, which has no weights")
     load_weights(drafter, weights, folder)
     drafter.requires_grad_(False).eval().to(target.device, target.model.dtype)
     container = OmegaConf.to_container(job, resolve=True)

@@ -92,9 +92,13 @@ def build_drafter(job: TrainJob, target: Target, corpus: PreparedCorpus) -> Draf
             f"target's context of {target.hf_config.max_position_embeddings}"
         )
     try:
-        return job.drafter.build(target.parts, corpus.draft_vocabulary(target, job.drafter.draft_vocab_size))
+        drafter = job.drafter.build(target.parts, corpus.draft_vocabulary(target, job.drafter.draft_vocab_size))
     except ValueError as error:  # the drafter's settings do not fit this target
         raise InputError(str(error)) from error
+    if not isinstance(drafter, Drafter):
+        name = job.drafter.name
+        raise InputError(f"drafter {name} has nothing to train: run python -m eval +target=... +drafter={name}")
+    return drafter
 
 
 @dataclass

@@ -23,6 +23,8 @@ class OptimConfig:
     """Peak learning rate of Muon's matrices; unused by adamw."""
     momentum: float = Field(ge=0, lt=1)
     """Of Muon."""
+    ns_method: Literal["standard", "gram"]
+    """Muon's orthogonalisation: standard computes in bf16 (fastest on a CPU), gram in fp16 or, on a CPU, float32."""
     betas: tuple[float, float]
     eps: float = Field(gt=0)
     weight_decay: float = Field(ge=0)
@@ -49,7 +51,7 @@ def deepspeed_optimizer(optim: OptimConfig) -> dict[str, Any]:
             "muon_lr": optim.muon_lr,
             "adam_lr": optim.lr,
             "momentum": optim.momentum,
-            "ns_method": "standard",
+            "ns_method": optim.ns_method,
             **adam,
         },
     }

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 
 from conf import InputError
-from data.target import TargetIdentity
+from data.identity import TargetIdentity
 from train.checkpoint import latest_checkpoint, read_manifest
 
 MAY_CHANGE = frozenset(

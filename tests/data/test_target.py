@@ -95,15 +95,14 @@ def test_captured_states_can_be_saved_for_backward_and_need_no_gradient(tiny_tar
 def test_cached_steps_with_crops_equal_one_forward_pass(tiny_target, family):
     target = tiny_target(family, torch.float64)
     ids = packs_of((14,), width=14).input_ids
-    cache = target.new_cache()
+    cache = target.new_cache(1, 20)
     lasts, states = [], []
 
     def read(tokens, keep):
         last, features = target.step(tokens, cache, WANTS)
         lasts.append(last[:, :keep])
         states.append(features.aux_hidden_states[:, :keep])
-        if keep < tokens.shape[1]:
-            cache.crop(keep - tokens.shape[1])
+        cache.commit(torch.tensor([keep]))
 
     wrong = (ids + 1) % 256
     read(ids[:, :5], 5)

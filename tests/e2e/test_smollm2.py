@@ -11,12 +11,11 @@ from data.corpus import CorpusConfig
 from data.prepare import make_encoder, prepare
 from data.target import Target
 from eval.generate import speculative_generate
-from eval.sampling import SamplingConfig
 from eval.suites import Prompt, read_prompts
-from train.drafters.base import Drafter
+from tests.eval.decoding import decoding
+from train.drafters.base import Drafter, chain
 from train.job import build_drafter
 
-GREEDY = SamplingConfig(temperature=0, top_k=None, top_p=1.0)
 NEAR_TIE = 1e-4
 """Top-2 logit gap below which float32 rounding may decide."""
 
@@ -52,7 +51,7 @@ def check_prompts(target: Target, drafter: Drafter, prompts: list[Prompt], max_t
     divergences = 0
     for prompt in prompts:
         ids = prompt.input_ids
-        ours = speculative_generate(target, drafter, ids, max_tokens, 3, GREEDY).tokens
+        ours = speculative_generate(target, drafter, [ids], decoding(chain(3), max_tokens)).answers[0].tokens
         theirs = reference(target, ids, max_tokens)
         if ours == theirs:
             continue

@@ -11,19 +11,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.batch import TargetFeatures, Wants
+from data.batch import TargetFeatures
 from data.encode import Document
 from data.packing import answer_weights, collate
-from eval.generate import Generation, Round, plain_generate, speculative_generate
+from eval.generate import plain_generate, speculative_generate
+from eval.generation import Generation
 from eval.sampling import SamplingConfig
-from train.drafters.base import Draft
+from tests.eval.decoding import SAMPLED, decoding, dynamic_tree, static_tree
+from train.drafters.base import DraftPlan, chain
+from train.drafters.ngram import NgramConfig, SuffixConfig
 
-GREEDY = SamplingConfig(temperature=0.0, top_k=None, top_p=1.0)
-SAMPLED = SamplingConfig(temperature=1.0, top_k=None, top_p=1.0)
 VOCAB = 40
 PROMPTS = [[3, 17], [5, 9, 30, 2, 2, 11, 7], [(7 * i * i + 3) % VOCAB for i in range(33)]]
 ANSWER_TOKENS = 40
-FAMILIES = ["llama", "qwen3", "qwen3_moe"]
+FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt2"]
+MODEL_FREE = {
+    "ngram": NgramConfig(name="ngram", draft_vocab_size=None, min_ngram=1, max_ngram=3),
+    "suffix": SuffixConfig(
+        name="suffix", draft_vocab_size=None, max_depth=6, min_probability=0.1, max_drafts_per_match=4.0,
+        remember_outputs=True,
+    ),
+}  # fmt: skip
 
 
 def transformers_answer(target: Any, prompt: list[int], max_tokens: int, eos: list[int] | None = None) -> list[int]:
@@ -85,42 +93,120 @@ def acceptance_length(runs: list[Generation]) -> float:
     return 1 + sum(entry.num_accepted for entry in rounds) / len(rounds)
 
 
-@pytest.mark.parametrize("size", [None, 36])
+def proposers(world: World) -> dict[str, Any]:
+    model_free = {
+        name: settings.build(world.target.parts, torch.arange(VOCAB)) for name, settings in MODEL_FREE.items()
+    }
+    return {"head": world.drafters[36], "head of the whole vocabulary": world.drafters[None], **model_free}
+
+
+PLANS = {
+    **{f"chain {k}": chain(k) for k in range(1, 9)},
+    "static 3 2 1": static_tree(3, 2, 1),
+    "static 1 3": static_tree(1, 3),
+    "dynamic 4": dynamic_tree(4, 3, 7),
+    "dynamic 8": dynamic_tree(8, 2, 12),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 5])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_output_is_that_of_transformers(worlds: Any, family: str, size: int | None) -> None:
+def test_greedy_output_is_that_of_transformers(worlds: Any, family: str, batch: int) -> None:
+    """Every proposer, shape and batch; prompts of different length; limits and ends inside accepted runs."""
     world = worlds(family)
-    for num_drafts in range(1, 9):
-        runs = [
-            speculative_generate(world.target, world.drafters[size], prompt, ANSWER_TOKENS, num_drafts, GREEDY)
-            for prompt in PROMPTS
-        ]
-        assert [run.tokens for run in runs] == world.answers
-        for run in runs:
-            assert sum(entry.num_emitted for entry in run.rounds) + 1 == len(run.tokens) == ANSWER_TOKENS
-            assert all(0 <= entry.num_accepted <= num_drafts for entry in run.rounds)
-            assert all(entry.num_emitted == entry.num_accepted + 1 for entry in run.rounds[:-1])
-        assert acceptance_length(runs) > 1.3  # drafts were kept
-        assert acceptance_length(runs) < num_drafts + 1  # and rejected
+    prompts = [*PROMPTS, PROMPTS[1][:4], PROMPTS[2][3:20]]
+    answers = [*world.answers, *(transformers_answer(world.target, p, ANSWER_TOKENS) for p in prompts[3:])]
+    kept: dict[str, float] = {}
+    for name, proposer in proposers(world).items():
+        for shape, plan in PLANS.items():
+            if plan.kind != "chain" and name in MODEL_FREE:
+                continue
+            runs: list[Generation] = []
+            for start in range(0, len(prompts), batch):
+                group = prompts[start : start + batch]
+                runs += speculative_generate(world.target, proposer, group, decoding(plan)).answers
+            assert [run.tokens for run in runs] == answers, (name, shape)
+            for run in runs:
+                assert sum(entry.num_emitted for entry in run.rounds) + 1 == len(run.tokens) == ANSWER_TOKENS
+                assert all(entry.num_accepted <= plan.num_draft_tokens for entry in run.rounds)
+                assert all(entry.num_emitted == entry.num_accepted + 1 for entry in run.rounds[:-1])
+            kept[f"{name} {shape}"] = acceptance_length(runs)
+    assert kept["head chain 4"] > 1.3  # drafts were kept
+    assert kept["head chain 4"] < 5  # and rejected
+    assert kept["head static 3 2 1"] >= kept["head chain 3"]
+
+
+@pytest.mark.parametrize("plan", ["static 1 3", "dynamic 4"])
+def test_tree_finds_what_transformers_finds_for_every_draft_width(worlds: Any, plan: str) -> None:
+    world = worlds("llama")
+    for static_shapes in (False, True):
+        found = speculative_generate(
+            world.target, world.drafters[36], PROMPTS, decoding(PLANS[plan], static_shapes=static_shapes)
+        )
+        assert [run.tokens for run in found.answers] == world.answers
+
+
+@pytest.mark.parametrize("plan", [static_tree(1, 1, 1), dynamic_tree(3, 1, 3)])
+def test_tree_of_width_one_is_the_chain(worlds: Any, plan: DraftPlan) -> None:
+    world = worlds("llama")
+    trees, chains = (
+        speculative_generate(world.target, world.drafters[36], PROMPTS, decoding(shape)).answers
+        for shape in (plan, chain(3))
+    )
+    assert [run.tokens for run in trees] == [run.tokens for run in chains]
+    assert [[entry.num_accepted for entry in run.rounds] for run in trees] == [
+        [entry.num_accepted for entry in run.rounds] for run in chains
+    ]
+
+
+def test_row_does_not_depend_on_the_others_in_its_batch(worlds: Any) -> None:
+    world = worlds("llama")
+    settings = decoding(chain(3))
+    alone = [speculative_generate(world.target, world.drafters[36], [p], settings).answers[0] for p in PROMPTS]
+    for order in ([0, 1, 2], [2, 0, 1], [1, 1, 0, 2, 2]):
+        together = speculative_generate(world.target, world.drafters[36], [PROMPTS[i] for i in order], settings)
+        for index, run in zip(order, together.answers, strict=True):
+            assert run.tokens == alone[index].tokens
+            assert [e.num_accepted for e in run.rounds] == [e.num_accepted for e in alone[index].rounds]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_output_of_an_untrained_drafter_is_the_same(worlds: Any, tiny_drafter: Any, family: str) -> None:
     world = worlds(family)
     drafter = tiny_drafter(world.target, 20, aux_layers=(1, 3), fc_norm=True, norm_output=True)
-    for prompt, answer in zip(PROMPTS, world.answers, strict=True):
-        assert speculative_generate(world.target, drafter, prompt, 20, 5, GREEDY).tokens == answer[:20]
+    found = speculative_generate(world.target, drafter, PROMPTS, decoding(chain(5), 20))
+    assert [run.tokens for run in found.answers] == [answer[:20] for answer in world.answers]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_output_is_that_of_transformers(worlds: Any, family: str) -> None:
     world = worlds(family)
-    for prompt, answer in zip(PROMPTS, world.answers, strict=True):
-        run = plain_generate(world.target, prompt, ANSWER_TOKENS, GREEDY, None)
-        assert run.tokens == answer
-        assert run.rounds == []
+    found = plain_generate(world.target, PROMPTS, decoding(chain(1)))
+    assert [run.tokens for run in found.answers] == world.answers
+    assert all(run.rounds == [] for run in found.answers)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def test_penalised_greedy_output_is_that_of_transformers(worlds: Any) -> None:
+    """The repetition penalty sees each position's own history, drafts included."""
+    world = worlds("llama")
+    sampling = SamplingConfig(temperature=0.0, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.7)
+    wanted = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        output = world.target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=ANSWER_TOKENS, do_sample=False, pad_token_id=0,
+            eos_token_id=None, repetition_penalty=1.7,
+        )  # fmt: skip
+        wanted.append(output[0, len(prompt) :].tolist())
+    assert wanted != world.answers
+    settings = decoding(chain(3), sampling=sampling)
+    assert [run.tokens for run in plain_generate(world.target, PROMPTS, settings).answers] == wanted
+    for plan in (chain(3), static_tree(2, 2)):
+        found = speculative_generate(world.target, world.drafters[36], PROMPTS, decoding(plan, sampling=sampling))
+        assert [run.tokens for run in found.answers] == wanted
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_output_ends_at_end_of_turn_and_limit_like_transformers(
     worlds: Any, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,10 +218,11 @@ def test_output_ends_at_end_of_turn_and_limit_like_transformers(
             ends = [eos, first_seen[-1][0]]
             monkeypatch.setattr(world.target.model.generation_config, "eos_token_id", ends)
             wanted = transformers_answer(world.target, prompt, ANSWER_TOKENS, ends)
-            assert plain_generate(world.target, prompt, ANSWER_TOKENS, GREEDY, None).tokens == wanted
+            assert plain_generate(world.target, [prompt], decoding(chain(1))).answers[0].tokens == wanted
             assert wanted == answer[: position + 1]
             for limit, cause in ((ANSWER_TOKENS, "end of turn"), (position, "limit")):
-                run = speculative_generate(world.target, world.drafters[None], prompt, limit, 4, GREEDY)
+                settings = decoding(chain(4), limit)
+                run, _ = speculative_generate(world.target, world.drafters[None], [prompt, prompt], settings).answers
                 assert run.tokens == wanted[:limit]
                 assert sum(entry.num_emitted for entry in run.rounds) + 1 == len(run.tokens)
                 ended_in_accepted_run[cause] += bool(run.rounds) and (
@@ -144,140 +231,63 @@ def test_output_ends_at_end_of_turn_and_limit_like_transformers(
     assert all(ended_in_accepted_run.values()), ended_in_accepted_run
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_decoder_sees_what_a_fresh_forward_pass_gives(
-    worlds: Any, family: str, monkeypatch: pytest.MonkeyPatch
+def test_drafter_takes_in_the_rows_that_a_fresh_forward_pass_gives(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = worlds(family)
-    prompt = PROMPTS[1]
-    seen_logits: list[Tensor] = []
-    seen_features: list[Tensor] = []
-    seen_ids: list[int] = []
-    logits_of, drafter = world.target.logits, world.drafters[None]
+    world = worlds("qwen3")
+    drafter = world.drafters[None]
     observe = drafter.observe
+    seen: list[tuple[Tensor, list[int]]] = []
 
-    def record_logits(states: Tensor) -> Tensor:
-        seen_logits.append(logits_of(states))
-        return seen_logits[-1]
+    def record(state: Any, features: TargetFeatures, next_ids: Tensor, counts: Tensor) -> None:
+        count = int(counts[0])
+        seen.append((features.aux_hidden_states[0, :count], next_ids[0, :count].tolist()))
+        observe(state, features, next_ids, counts)
 
-    def record_rows(state: Any, features: TargetFeatures, next_ids: Tensor) -> None:
-        seen_features.append(features.aux_hidden_states[0])
-        seen_ids.extend(next_ids[0].tolist())
-        observe(state, features, next_ids)
-
-    monkeypatch.setattr(world.target, "logits", record_logits)
-    monkeypatch.setattr(drafter, "observe", record_rows)
-    run = speculative_generate(world.target, drafter, prompt, ANSWER_TOKENS, 3, GREEDY)
-    rejected = [entry for entry in run.rounds if entry.num_accepted < 3]
-    assert len(rejected) > 3
-    assert len(rejected) < len(run.rounds)  # rollbacks, and rounds without
-
-    text = torch.tensor([prompt + run.tokens])
-    with torch.no_grad():
-        output = world.target.model(input_ids=text, use_cache=False, output_hidden_states=True)
-    row = len(prompt) - 1  # of the fresh pass, the row that chose the first token
-    assert (seen_logits[0][0] - output.logits[0, row]).abs().max() < 1e-10
-    for entry, rows in zip(run.rounds, seen_logits[1:], strict=True):
-        kept = entry.num_emitted  # rows that decided emitted tokens
-        assert (rows[:kept] - output.logits[0, row + 1 : row + 1 + kept]).abs().max() < 1e-10
-        row += entry.num_emitted
-    fresh = torch.cat([output.hidden_states[i][0] for i in drafter.wants.aux_layers], dim=-1)
-    known = text.shape[1] - 1  # the drafter took in every token but the last, each with its successor
-    assert seen_ids[:known] == text[0, 1:].tolist()
-    assert (torch.cat(seen_features)[:known] - fresh[:known]).abs().max() < 1e-10
+    monkeypatch.setattr(drafter, "observe", record)
+    for plan in (chain(3), static_tree(2, 2, 1)):
+        seen.clear()
+        run = speculative_generate(world.target, drafter, [PROMPTS[1]], decoding(plan)).answers[0]
+        rejected = [entry for entry in run.rounds if entry.num_accepted < 3]
+        assert len(run.rounds) > len(rejected) > 3  # rollbacks, and rounds without
+        text = torch.tensor([PROMPTS[1] + run.tokens])
+        with torch.no_grad():
+            output = world.target.model(input_ids=text, use_cache=False, output_hidden_states=True)
+        fresh = torch.cat([output.hidden_states[i][0] for i in drafter.wants.aux_layers], dim=-1)
+        known = text.shape[1] - 1  # the drafter took in every token but the last, each with its successor
+        ids = [token for _, tokens in seen for token in tokens]
+        assert ids[:known] == text[0, 1:].tolist()
+        assert (torch.cat([rows for rows, _ in seen])[:known] - fresh[:known]).abs().max() < 1e-10
 
 
-class CountingTarget:
-    """Greedy text 101 102 103 ... after any prompt, by the number of tokens in the cache; its margins shrink by 1."""
-
-    device = torch.device("cpu")
-    prompt = (7, 7, 7)
-
-    def __init__(self, *eos: int) -> None:
-        self.eos_token_ids = frozenset(eos)
-
-    def new_cache(self) -> list[int]:
-        class Cache(list[int]):
-            def crop(self, count: int) -> None:
-                del self[count:]
-
-        return Cache()
-
-    def step(self, ids: Tensor, cache: list[int], wants: Wants) -> tuple[Tensor, TargetFeatures]:
-        rows = []
-        for token in ids[0].tolist():
-            cache.append(token)
-            text_index = len(cache) - len(self.prompt)
-            rows.append(torch.nn.functional.one_hot(torch.tensor(101 + text_index), 200) * (50.0 - text_index))
-        return torch.stack(rows)[None], TargetFeatures(ids[..., None], None)
-
-    def logits(self, states: Tensor) -> Tensor:
-        return states
+def test_trace_tells_every_draft_and_its_fate(worlds: Any) -> None:
+    world = worlds("llama")
+    target = world.target
+    run = speculative_generate(target, world.drafters[36], [PROMPTS[0]], decoding(chain(3), trace=True)).answers[0]
+    text = [*PROMPTS[0], run.tokens[0]]
+    for entry in run.rounds:
+        assert entry.drafts is not None
+        assert [d["parent"] for d in entry.drafts] == [-1, 0, 1] and [d["draft_prob"] for d in entry.drafts] == [
+            1.0
+        ] * 3
+        assert sum(bool(d["accepted"]) for d in entry.drafts) >= entry.num_accepted
+        ids = torch.tensor([[*text, *(int(d["token"]) for d in entry.drafts)]])
+        with torch.no_grad():
+            probs = target.model(input_ids=ids, use_cache=False).logits[0, len(text) - 1 :].softmax(-1)
+        for row, draft in zip(probs[:3], entry.drafts, strict=True):
+            assert draft["target_prob"] == pytest.approx(float(row[int(draft["token"])]), rel=1e-5)
+        text += run.tokens[len(text) - len(PROMPTS[0]) :][: entry.num_emitted]
 
 
-class ScriptedDrafter:
-    """Drafts the target's text, but for chosen tokens."""
-
-    wants = Wants(aux_layers=(), last_hidden_state=False)
-
-    def __init__(self, *wrong: int) -> None:
-        self.wrong = wrong
-
-    def start(self, max_tokens: int) -> list[int]:
-        return []
-
-    def observe(self, state: list[int], features: TargetFeatures, next_ids: Tensor) -> None:
-        assert features.aux_hidden_states.shape[1] == next_ids.shape[1]
-        state += next_ids[0].tolist()
-
-    def propose(self, state: list[int], num_draft_tokens: int, warp: Any, generator: Any) -> Draft:
-        assert warp is None  # greedy
-        drafts = [state[-1] + 1 + k for k in range(num_draft_tokens)]
-        return Draft(torch.tensor([[9 if token in self.wrong else token for token in drafts]]), None)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "eos", "max_tokens", "last", "rounds"),
-    [  # K = 4; rounds as (accepted, emitted). The first token, 101, comes from the prompt's pass.
-        ((), (), 11, 111, [(4, 5), (4, 5)]),
-        ((), (), 14, 114, [(4, 5), (4, 5), (3, 3)]),  # the limit cuts an accepted run
-        ((), (), 15, 115, [(4, 5), (4, 5), (4, 4)]),  # the limit cuts the bonus
-        ((104,), (), 10, 110, [(2, 3), (4, 5), (1, 1)]),  # 102 103 kept, 104 corrected
-        ((102, 103), (), 6, 106, [(0, 1), (0, 1), (3, 3)]),
-        ((), (108,), 50, 108, [(4, 5), (2, 2)]),  # 107 108 kept, 109 110 beyond the end do not count
-        ((), (110,), 50, 110, [(4, 5), (4, 4)]),  # the last draft ends the turn: no bonus
-        ((), (111,), 50, 111, [(4, 5), (4, 5)]),  # the bonus ends it
-        ((108,), (108,), 50, 108, [(4, 5), (1, 2)]),  # the correction ends it
-        ((), (108,), 7, 107, [(4, 5), (1, 1)]),  # the limit comes first
-        ((), (101,), 50, 101, []),
-        ((), (), 1, 101, []),
-    ],
-)
-def test_rounds_are_counted_as_worked_out_by_hand(
-    wrong: tuple[int, ...], eos: tuple[int, ...], max_tokens: int, last: int, rounds: list[tuple[int, int]]
-) -> None:
-    target: Any = CountingTarget(*eos)
-    drafter: Any = ScriptedDrafter(*wrong)
-    run = speculative_generate(target, drafter, list(target.prompt), max_tokens, 4, GREEDY)
-    assert run.tokens == list(range(101, last + 1))
-    assert [(entry.num_accepted, entry.num_emitted) for entry in run.rounds] == rounds
-
-
-def test_target_gap_is_the_smallest_margin_among_the_rows_that_decided() -> None:
-    target: Any = CountingTarget()
-    drafter: Any = ScriptedDrafter(105)
-    run = speculative_generate(target, drafter, list(target.prompt), 10, 4, GREEDY)
-    # Token 101 + i has margin 50 - i. Round 1 decides 102..105 (correction), round 2 decides 106..110 (bonus).
-    assert run.rounds == [Round(3, 4, 46.0), Round(4, 5, 41.0)]
-
-
-def test_sampling_repeats_with_the_seed_and_only_then(worlds: Any) -> None:
+@pytest.mark.parametrize("plan", [chain(3), static_tree(2, 1)])
+def test_sampling_repeats_with_the_seed_and_only_then(worlds: Any, plan: DraftPlan) -> None:
     world = worlds("llama")
     runs = [
         speculative_generate(
-            world.target, world.drafters[36], PROMPTS[0], 20, 3, SAMPLED, torch.Generator().manual_seed(seed)
-        ).tokens
+            world.target, world.drafters[36], PROMPTS[:1], decoding(plan, 20, SAMPLED),
+            torch.Generator().manual_seed(seed),
+        ).answers[0].tokens
         for seed in (1, 1, 2, 3)
-    ]
+    ]  # fmt: skip
     assert runs[0] == runs[1]
     assert len({tuple(run) for run in runs}) == 3

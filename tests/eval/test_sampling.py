@@ -11,8 +11,10 @@ from eval.sampling import SamplingConfig
 LOGITS = torch.tensor([[8.0, 1.0, 4.0, 2.0, 1.0]], dtype=torch.float64).log()  # weights 8 1 4 2 1 of 16
 
 
-def sampling(temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0) -> SamplingConfig:
-    return SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p)
+def sampling(
+    temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0, penalty: float = 1.0
+) -> SamplingConfig:
+    return SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty)
 
 
 def close(probs: torch.Tensor, wanted: list[float]) -> bool:
@@ -125,3 +127,23 @@ def test_greedy_has_no_distribution() -> None:
 def test_impossible_values_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(wrong))):
         sampling(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("min_p", "wanted"),
+    [
+        (0.1, [8 / 16, 1 / 16, 4 / 16, 2 / 16, 1 / 16]),  # of the largest, 8: all have at least 0.8
+        (0.2, [8 / 14, 0, 4 / 14, 2 / 14, 0]),
+        (0.3, [8 / 12, 0, 4 / 12, 0, 0]),
+        (1.0, [1.0, 0, 0, 0, 0]),
+    ],
+)
+def test_min_p_keeps_a_share_of_the_most_likely(min_p: float, wanted: list[float]) -> None:
+    assert close(sampling(min_p=min_p).probs(LOGITS), wanted)
+
+
+def test_repetition_penalty_divides_positive_logits_and_multiplies_negative_ones() -> None:
+    logits = torch.tensor([[3.0, 3.0, -2.0, -2.0]])
+    seen = torch.tensor([[True, False, True, False]])
+    assert sampling(penalty=2.0).penalise(logits, seen).tolist() == [[1.5, 3.0, -4.0, -2.0]]
+    assert sampling(penalty=2.0).penalises and not sampling().penalises

@@ -16,6 +16,7 @@ from serve_export import to_vllm
 from serve_export.check import compare_logits
 from serve_export.reader import ExportedEagle3
 from train.checkpoint import LoadedDrafter
+from train.drafters.base import chain
 
 K = 5
 LLAMA3_ROPE = {
@@ -69,15 +70,15 @@ def make_loaded(
 
 def draft_greedily(loaded: Any, aux: Tensor, next_ids: Tensor) -> Tensor:
     """(K, Vd) logits that the drafter's own `propose` chose from."""
-    state = loaded.drafter.start(len(next_ids) + K)
-    loaded.drafter.observe(state, TargetFeatures(aux[None], None), next_ids[None])
+    state = loaded.drafter.start([[0]], len(next_ids) + K)
+    loaded.drafter.observe(state, TargetFeatures(aux[None], None), next_ids[None], torch.tensor([len(next_ids)]))
     seen: list[Tensor] = []
 
     def best(logits: Tensor) -> Tensor:
         seen.append(logits[0])
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
 
-    loaded.drafter.propose(state, K, best, None)
+    loaded.drafter.propose(state, chain(K), best, None)
     return torch.stack(seen)
 
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from data.encode import Document
 from data.packing import answer_weights, collate
 from eval.generate import plain_generate, speculative_generate
-from eval.sampling import SamplingConfig
+from tests.eval.decoding import decoding
 from train.acceptance import Acceptance, round_walk, walk
+from train.drafters.base import chain
 
-GREEDY = SamplingConfig(temperature=0.0, top_k=None, top_p=1.0)
 K = 4
 PROMPTS = [[256, *text] for text in (b"Why is the sky blue?", b"Hello", b"a", b"Count to ten: 1, 2")]
 
@@ -53,7 +53,7 @@ def test_acceptance_length_is_one_plus_the_joint_rates(counts):
 
 def answered(target, prompts, max_tokens):
     """The target's greedy answers as documents."""
-    answers = [plain_generate(target, prompt, max_tokens, GREEDY, None).tokens for prompt in prompts]
+    answers = [run.tokens for run in plain_generate(target, prompts, decoding(chain(K), max_tokens)).answers]
     return [
         Document(prompt + answer, [False] * len(prompt) + [True] * len(answer), "greedy")
         for prompt, answer in zip(prompts, answers, strict=True)
@@ -93,7 +93,7 @@ def decoded(target, drafter, documents, max_tokens):
     rounds = []
     for document in documents:
         prompt = document.input_ids[: document.loss_mask.index(True)]
-        generation = speculative_generate(target, drafter, prompt, max_tokens, K, GREEDY)
+        (generation,) = speculative_generate(target, drafter, [prompt], decoding(chain(K), max_tokens)).answers
         assert prompt + generation.tokens == document.input_ids
         rounds.append([turn.num_accepted for turn in generation.rounds])
     return rounds
@@ -187,18 +187,18 @@ def test_sampled_draft_states_the_distribution_that_it_was_drawn_from(trained):
     target, drafter = trained
     document = answered(target, PROMPTS[:1], 9)[0]
     batch = collate([[document]], len(document), [[0.0]])
-    rows = target.capture(batch, drafter.wants).rows(0, len(document) - 1)
-    state = drafter.start(len(document) + 3)
+    rows = target.capture(batch, drafter.wants).select(torch.arange(len(document) - 1)[None])
+    state = drafter.start([document.input_ids], len(document) + 3)
     with pytest.raises(ValueError, match="observe"):
-        drafter.propose(state, 3, None, None)
-    drafter.observe(state, rows, batch.input_ids[:, 1:])
+        drafter.propose(state, chain(3), None, None)
+    drafter.observe(state, rows, batch.input_ids[:, 1:], torch.tensor([len(document) - 1]))
     seen = []
 
     def warp(logits):
         seen.append((logits / 5).softmax(-1))
         return seen[-1]
 
-    draft = drafter.propose(state, 3, warp, torch.Generator().manual_seed(0))
+    draft = drafter.propose(state, chain(3), warp, torch.Generator().manual_seed(0))
     assert torch.equal(draft.probs[0][:, drafter.draft_to_target_ids], torch.cat(seen))
     assert (draft.probs > 0).sum(-1).tolist() == [[240] * 3]  # nothing outside the draft vocabulary
     assert (draft.probs.gather(-1, draft.tokens[..., None]) > 0).all()

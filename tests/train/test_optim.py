@@ -22,7 +22,8 @@ MATRICES = {
 
 def config(**changes: Any) -> OptimConfig:
     values: dict[str, Any] = {
-        "name": "adamw", "lr": 1.0, "muon_lr": 10.0, "momentum": 0.9, "betas": (0.8, 0.99), "eps": 1e-7,
+        "name": "adamw", "lr": 1.0, "muon_lr": 10.0, "momentum": 0.9, "ns_method": "standard",
+        "betas": (0.8, 0.99), "eps": 1e-7,
         "weight_decay": 0.5, "schedule": "cosine", "warmup_ratio": 0.0, "decay_ratio": 0.3, "clip": 1.0,
     }  # fmt: skip
     return OptimConfig(**(values | changes))
@@ -132,7 +133,7 @@ def test_muon_steps_with_its_own_settings(muon_state: Any) -> None:
     assert (groups[True]["momentum"], groups[True]["weight_decay"], groups[True]["ns_method"]) == (
         0.95,
         0.01,
-        "standard",
+        "gram",
     )
     assert (list(groups[False]["betas"]), groups[False]["eps"]) == ([0.9, 0.95], 1e-8)
     assert groups[False]["weight_decay"] == 0.01

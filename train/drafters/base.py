@@ -1,16 +1,17 @@
-"""The interface of every drafter, and the vocabulary that it shares with trainer and decoder.
+"""The interface of everything that drafts, and the vocabulary that it shares with trainer and decoder.
 
-A drafter answers three verbs: `loss` (training), `propose` (draft K tokens) and `observe` (learn what the target
-committed). `greedy_drafts` is `propose` at every row of known text at once: validation walks over it.
+A `Proposer` answers the decoder's verbs: `start`, `observe` (learn what the target committed), `propose` (draft). A
+`Drafter` is a proposer that is trained: it adds `loss`, `greedy_drafts` (`propose` at every row of known text at once,
+which validation walks over) and `to_serving`. Model-free proposers (n-gram, suffix) are not trained.
 
-Shape letters: B = packs, T = tokens, D = hidden size, V / Vd = target / draft vocabulary, K = drafted tokens,
-S = training-time-test steps.
+Shape letters: B = sequences or packs, T = tokens, M = rows of one call, D = hidden size, V / Vd = target / draft
+vocabulary, K = drafted tokens of a chain, N = drafted tokens, S = training-time-test steps.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -29,7 +30,7 @@ class DrafterConfig:
     draft_vocab_size: int | None = Field(ge=1)
     """Vd; None drafts over the target's whole vocabulary."""
 
-    def build(self, target: TargetParts, draft_to_target_ids: Tensor) -> "Drafter":
+    def build(self, target: TargetParts, draft_to_target_ids: Tensor) -> "Proposer":
         """Make the untrained drafter.
 
         Args:
@@ -51,15 +52,57 @@ class DraftLoss:
     """(S,) float32, share of supervised tokens whose draft argmax is the target's argmax, step by step."""
 
 
+@config
+class DraftPlan:
+    """How much to draft, and in what shape: conf/draft/*.yaml."""
+
+    num_draft_tokens: int = Field(ge=1)
+    """K: the longest path."""
+    kind: Literal["chain", "static_tree", "dynamic_tree"]
+    branches: tuple[int, ...]
+    """static_tree: children of each node, depth by depth (K numbers)."""
+    top_k: int = Field(ge=1)
+    """dynamic_tree: children tried per node, and nodes expanded per depth."""
+    total_tokens: int = Field(ge=0)
+    """dynamic_tree: nodes kept of all that were tried, those on the most probable paths."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "static_tree" and (len(self.branches) != self.num_draft_tokens or min(self.branches) < 1):
+            raise ValueError(
+                f"a static tree of depth num_draft_tokens={self.num_draft_tokens} needs as many draft.branches, "
+                f"each at least 1; got {list(self.branches)}"
+            )
+        if self.kind == "dynamic_tree" and self.total_tokens < 1:
+            raise ValueError(f"a dynamic tree needs draft.total_tokens of at least 1, got {self.total_tokens}")
+
+    @property
+    def max_nodes(self) -> int:
+        """Most tokens that a proposal has."""
+        if self.kind == "chain":
+            return self.num_draft_tokens
+        if self.kind == "dynamic_tree":
+            return self.total_tokens
+        nodes, width = 0, 1
+        for branch in self.branches:
+            width *= branch
+            nodes += width
+        return nodes
+
+
 @dataclass(frozen=True)
 class Draft:
-    """K proposed tokens."""
+    """Proposed tokens: a chain, or a tree with the committed text as its root."""
 
     tokens: Tensor
-    """(1, K) int64, ids in the target's vocabulary."""
+    """(B, N) int64, ids in the target's vocabulary. Trees: parents before children, siblings in the order drawn."""
     probs: Tensor | None
-    """(1, K, V) float32, the distribution that each token was really drawn from; None if the draft is deterministic
-    (argmax), which verification must treat as a one-hot distribution."""
+    """The distributions that tokens were really drawn from; None if the draft is deterministic, which verification must
+    treat as one-hot distributions. Chains: (B, K, V) float32. Trees: (B, N + 1, V), row 0 for the children of the
+    root, row i + 1 for those of node i."""
+    parents: Tensor | None = None
+    """Trees: (B, N) int64, each node's parent, -1 for the root. None: a chain."""
+    num_drafts: Tensor | None = None
+    """(B,) int64, how many tokens of each chain are drafts (the rest is filling); None: all."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +118,55 @@ class Servable:
 
 
 Warp = Callable[[Tensor], Tensor]
-"""(..., Vd) logits -> (..., Vd) probabilities after temperature, top-k and top-p."""
+"""(..., Vd) logits -> (..., Vd) probabilities after temperature, top-k, top-p and min-p."""
 
 
-class Drafter(nn.Module, ABC):
+class DraftState(ABC):
+    """What a proposer knows of B sequences."""
+
+    @abstractmethod
+    def keep(self, sequences: Tensor) -> None:
+        """Forget all but the given sequences (B',) int64."""
+
+
+class Proposer(ABC):
+    """Whatever runs ahead of the target."""
+
+    wants: Wants
+    """What the target must compute for it."""
+
+    @abstractmethod
+    def start(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Any:
+        """A fresh state (a DraftState) for these sequences, each of at most `max_tokens` tokens."""
+
+    @abstractmethod
+    def observe(self, state: Any, features: TargetFeatures, next_ids: Tensor, counts: Tensor) -> None:
+        """Take in committed rows: replaces whatever `propose` simulated after the last committed one.
+
+        Args:
+            state: from `start`, updated in place.
+            features: the target's true features of up to M consecutive rows of each sequence, (B, M, ...).
+            next_ids: (B, M) int64, the committed token that follows each row.
+            counts: (B,) int64, 1..M: how many of the rows each sequence has; the others hold anything.
+        """
+
+    @abstractmethod
+    def propose(self, state: Any, plan: DraftPlan, warp: Warp | None, generator: torch.Generator | None) -> Draft:
+        """Draft after the last committed token of each sequence.
+
+        Args:
+            state: after at least one `observe`.
+            plan: how much, in what shape.
+            warp: turns logits into the distribution to sample from; None drafts greedily.
+            generator: source of randomness when sampling.
+        """
+
+
+class Drafter(nn.Module, Proposer):
     """A trainable head in front of a frozen target."""
 
     draft_to_target_ids: Tensor
     """(Vd,) int64 buffer, ascending absolute ids; part of the checkpoint."""
-    wants: Wants
-    """What the target must compute for this drafter."""
 
     @abstractmethod
     def loss(self, batch: Batch, features: TargetFeatures) -> DraftLoss:
@@ -99,31 +181,6 @@ class Drafter(nn.Module, ABC):
         """
 
     @abstractmethod
-    def start(self, max_tokens: int) -> Any:
-        """A fresh decoding state for one sequence of at most `max_tokens` tokens."""
-
-    @abstractmethod
-    def observe(self, state: Any, features: TargetFeatures, next_ids: Tensor) -> None:
-        """Take in M committed rows: replaces whatever `propose` simulated after the last committed one.
-
-        Args:
-            state: from `start`, updated in place.
-            features: the target's true features of M consecutive rows, (1, M, ...).
-            next_ids: (1, M) int64, the committed token that follows each row.
-        """
-
-    @abstractmethod
-    def propose(self, state: Any, num_draft_tokens: int, warp: Warp | None, generator: torch.Generator | None) -> Draft:
-        """Draft K tokens after the last committed one.
-
-        Args:
-            state: after at least one `observe`.
-            num_draft_tokens: K.
-            warp: turns logits into the distribution to sample from; None drafts greedily.
-            generator: source of randomness when sampling.
-        """
-
-    @abstractmethod
     def to_serving(self) -> Servable:
         """Canonical tensors and facts for export."""
 
@@ -135,3 +192,8 @@ class Drafter(nn.Module, ABC):
     def num_trainable_parameters(self) -> int:
         """Trainable elements; under ZeRO-3, where a rank holds only its part, ask before the engine is built."""
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+
+
+def chain(num_draft_tokens: int) -> DraftPlan:
+    """The plan of a plain chain of K drafts."""
+    return DraftPlan(num_draft_tokens=num_draft_tokens, kind="chain", branches=(), top_k=1, total_tokens=0)

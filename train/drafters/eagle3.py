@@ -9,7 +9,6 @@ Which row reads what is in `train.drafters.rows`. Shape letters as in `train.dra
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -18,9 +17,10 @@ from torch import Tensor, nn
 
 from conf import config
 from data.batch import Batch, TargetFeatures, TargetParts, Wants
-from train.drafters.base import Draft, Drafter, DrafterConfig, DraftLoss, Servable, Warp
-from train.drafters.eagle_layer import EagleLayer, copy_target_layer, default_aux_layers
-from train.drafters.layers import GrowingKV, RMSNorm, Rotary, Spans, cached_attention, llama_shape, ttt_attention
+from train.drafters.base import DrafterConfig, DraftLoss, Servable
+from train.drafters.eagle_layer import Attend, EagleLayer, copy_target_layer, default_aux_layers
+from train.drafters.fed_back import FedBackDrafter
+from train.drafters.layers import RMSNorm, Rotary, Spans, llama_shape, ttt_attention
 from train.drafters.losses import LossKind, LossSettings, Teacher, chunked_distillation
 from train.drafters.rows import chain_labels, shifted_ids
 
@@ -68,18 +68,7 @@ class Eagle3Config(DrafterConfig):
         return Eagle3(self, target, draft_to_target_ids)
 
 
-@dataclass
-class Eagle3State:
-    """Decoding state of one sequence."""
-
-    kv: GrowingKV
-    """Keys and values of the committed rows, then of the rows that `propose` simulated."""
-    num_committed: int
-    hidden: Tensor | None
-    """(1, D): output at the last committed row."""
-
-
-class Eagle3(Drafter):
+class Eagle3(FedBackDrafter):
     """The head. `fc`, `midlayer`, `norm`, `lm_head` are trained; the embedding is the target's own."""
 
     embed_tokens: Tensor
@@ -107,6 +96,7 @@ class Eagle3(Drafter):
             )
         self.wants = Wants(aux_layers=layers, last_hidden_state=True)
         self.shape = shape
+        self.target_vocab_size = shape.vocab_size
         width = shape.hidden_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.init_seed)
@@ -207,54 +197,17 @@ class Eagle3(Drafter):
             streams.append(hidden)
         return streams
 
-    # --- decoding ----------------------------------------------------------------------------------------------------
+    # --- shared with decoding ----------------------------------------------------------------------------------------
 
-    def start(self, max_tokens: int) -> Eagle3State:
-        """An empty state; see Drafter.start."""
-        return Eagle3State(kv=GrowingKV(max_tokens), num_committed=0, hidden=None)
-
-    def observe(self, state: Eagle3State, features: TargetFeatures, next_ids: Tensor) -> None:
-        """Compute the committed rows from the target's true features; see Drafter.observe."""
-        state.kv.crop(state.num_committed)  # what propose simulated gives way to the truth
-        hidden = self._decode_rows(state, self._fuse(features), next_ids[0], state.num_committed)
-        state.num_committed += next_ids.shape[1]
-        state.hidden = hidden[-1:]
-
-    def propose(
-        self, state: Eagle3State, num_draft_tokens: int, warp: Warp | None, generator: torch.Generator | None
-    ) -> Draft:
-        """Draft a chain of K tokens; see Drafter.propose."""
-        if state.hidden is None:
-            raise ValueError("propose() needs a committed row to draft from: call observe() first")
-        state.kv.crop(state.num_committed)
-        hidden = state.hidden
-        tokens: list[Tensor] = []
-        probs: list[Tensor] = []
-        for step in range(num_draft_tokens):
-            if step > 0:
-                position = state.num_committed - 1 + step
-                hidden = self._decode_rows(state, self._fed_back(hidden), tokens[-1], position)
-            logits = self.lm_head(self.norm(hidden))  # (1, Vd)
-            if warp is None:
-                choice = logits.argmax(dim=-1)
-            else:
-                row = warp(logits)
-                choice = torch.multinomial(row, 1, generator=generator)[0]
-                probs.append(row.new_zeros(1, self.shape.vocab_size).index_copy_(1, self.draft_to_target_ids, row))
-            tokens.append(self.draft_to_target_ids[choice])
-        return Draft(tokens=torch.stack(tokens, dim=1), probs=torch.stack(probs, dim=1) if probs else None)
-
-    def _decode_rows(self, state: Eagle3State, hidden: Tensor, next_ids: Tensor, first_position: int) -> Tensor:
-        """Append M rows (M, D) to the state's keys and values; returns their output stream (M, D)."""
-        positions = torch.arange(first_position, first_position + len(next_ids), device=hidden.device)
-
-        def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            return cached_attention(query, *state.kv.append(keys, values))
-
-        output: Tensor = self.midlayer(self._embed(next_ids), hidden, self.rotary.table(positions), attend)
+    def _layer(self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """(R,) ids and (R, D) features -> (R, D) output stream."""
+        output: Tensor = self.midlayer(self._embed(ids), hidden, self.rotary.table(positions), attend)
         return output
 
-    # --- shared ------------------------------------------------------------------------------------------------------
+    def _logits(self, stream: Tensor) -> Tensor:
+        """(..., D) output stream -> (..., Vd)."""
+        logits: Tensor = self.lm_head(self.norm(stream))
+        return logits
 
     def _fuse(self, features: TargetFeatures) -> Tensor:
         """(B, T, A * D) auxiliary states -> (R, D) features."""

@@ -23,22 +23,28 @@ Spans = list[tuple[int, int]]
 def llama_shape(target: PretrainedConfig) -> LlamaConfig:
     """The shape of one dense Llama layer beside `target`: engines serve drafters of this kind for every target.
 
+    Where the target has no such thing (GPT-2: no rotary positions, no RMSNorm), the layer takes Llama's usual one; of
+    several kinds of rotary positions (Gemma 3) it takes that of full attention.
+
     Raises:
-        ValueError: if the target's positions differ from layer to layer.
+        ValueError: if the target's positions differ from layer to layer in another way.
     """
-    rope = dict(target.rope_parameters)
+    known = target.to_dict() | {name: getattr(target, name) for name in target.attribute_map}
+    heads, width = target.num_attention_heads, target.hidden_size
+    rope = known.get("rope_parameters") or {"rope_type": "default", "rope_theta": 10_000.0}
+    rope = dict(rope.get("full_attention") or rope)
     if "rope_type" not in rope:
         raise ValueError(f"targets with several kinds of rotary positions ({', '.join(rope)}) are not supported yet")
     return LlamaConfig(
         vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
+        hidden_size=width,
+        intermediate_size=known.get("intermediate_size") or 4 * width,
         num_hidden_layers=target.num_hidden_layers,
-        num_attention_heads=target.num_attention_heads,
-        num_key_value_heads=target.num_key_value_heads,
-        head_dim=getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
-        hidden_act=target.hidden_act,
-        rms_norm_eps=target.rms_norm_eps,
+        num_attention_heads=heads,
+        num_key_value_heads=known.get("num_key_value_heads") or heads,
+        head_dim=known.get("head_dim") or width // heads,
+        hidden_act=known.get("hidden_act") or known.get("hidden_activation") or "silu",
+        rms_norm_eps=known.get("rms_norm_eps") or 1e-6,
         max_position_embeddings=target.max_position_embeddings,
         rope_parameters=rope,
     )
@@ -229,51 +235,3 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 def _dot(left: Tensor, right: Tensor) -> Tensor:
     """(H, R, E) x (H, R, E) -> (H, R) row-wise dot products."""
     return (left * right).sum(-1, dtype=_accumulator(left.dtype))
-
-
-class GrowingKV:
-    """Keys and values of one sequence in buffers of fixed capacity: append, and forget from the end."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.length = 0
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add (G, M, E) keys and values; returns all of them, (G, length, E) each."""
-        if self._keys is None or self._values is None:
-            shape = (keys.shape[0], self.capacity, keys.shape[2])
-            self._keys, self._values = keys.new_empty(shape), values.new_empty(shape)
-        end = self.length + keys.shape[1]
-        if end > self.capacity:
-            raise ValueError(f"the cache holds {self.capacity} tokens, {end} were given: start() with more max_tokens")
-        self._keys[:, self.length : end] = keys
-        self._values[:, self.length : end] = values
-        self.length = end
-        return self._keys[:, :end], self._values[:, :end]
-
-    def crop(self, length: int) -> None:
-        """Forget everything after the first `length` tokens."""
-        self.length = min(self.length, length)
-
-
-def cached_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention of the last M of N rows.
-
-    Args:
-        query: (H, M, E), rotated.
-        keys: (G, N, E), rotated, the last M of them the queries' own.
-        values: (G, N, E).
-
-    Returns:
-        (H, M, E).
-    """
-    num_queries, num_keys = query.shape[1], keys.shape[1]
-    mask = None
-    if num_queries > 1:
-        rows = torch.arange(num_keys - num_queries, num_keys, device=query.device)[:, None]
-        mask = torch.arange(num_keys, device=query.device)[None] <= rows  # (M, N)
-    return nn.functional.scaled_dot_product_attention(
-        query[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
-    )[0]

@@ -10,6 +10,7 @@ from torch.nn.functional import one_hot, silu
 from data.batch import Batch, TargetFeatures
 from data.encode import Document
 from data.packing import answer_weights, collate
+from train.drafters.base import chain
 from train.drafters.eagle3 import default_aux_layers
 
 VARIANTS = [
@@ -151,6 +152,10 @@ def logits_at(drafter, batch, features, steps):
         return drafter.lm_head(drafter.norm(torch.stack(drafter._unroll(batch, features, everywhere))))
 
 
+def rows_of(features, start, end):
+    return features.select(torch.arange(start, end)[None])
+
+
 class Remember:
     """A warp that draws the argmax and keeps the logits."""
 
@@ -169,13 +174,15 @@ def test_greedy_drafts_are_what_the_decoder_proposes(tiny_target, tiny_drafter, 
     batch = batch_of([(1, rows + K)])
     features = noise_features(batch)
     for t in range(rows):
-        at_once, in_pieces, warp = drafter.start(t + K), drafter.start(t + K), Remember()
-        drafter.observe(at_once, features.rows(0, t + 1), batch.input_ids[:, 1 : t + 2])
-        tokens = drafter.propose(at_once, K, None, None).tokens
+        at_once, in_pieces, warp = (*(drafter.start([[0]], t + 2 * K) for _ in range(2)), Remember())
+        drafter.observe(at_once, rows_of(features, 0, t + 1), batch.input_ids[:, 1 : t + 2], torch.tensor([t + 1]))
+        tokens = drafter.propose(at_once, chain(K), None, None).tokens
         for start, end in pairwise(sorted({0, t // 2, t, t + 1})):
-            drafter.propose(in_pieces, K, None, None) if start else None  # must leave no trace
-            drafter.observe(in_pieces, features.rows(start, end), batch.input_ids[:, start + 1 : end + 1])
-        assert torch.equal(drafter.propose(in_pieces, K, warp, None).tokens, tokens)
+            drafter.propose(in_pieces, chain(K), None, None) if start else None  # must leave no trace
+            # What follows the rows that count is anything.
+            rows, ids = rows_of(features, start, end + 1), batch.input_ids[:, start + 1 : end + 2]
+            drafter.observe(in_pieces, rows, ids, torch.tensor([end - start]))
+        assert torch.equal(drafter.propose(in_pieces, chain(K), warp, None).tokens, tokens)
 
         ids = batch.input_ids.clone()
         ids[:, t + 2 : t + 2 + K] = tokens  # the text is what was drafted, so that all steps of row t apply
@@ -188,10 +195,10 @@ def test_greedy_drafts_are_what_the_decoder_proposes(tiny_target, tiny_drafter, 
 def test_proposing_twice_gives_the_same_logits(tiny_target, tiny_drafter):
     drafter = tiny_drafter(tiny_target("llama", torch.float64))
     batch, warp = batch_of([(1, 5)]), Remember()
-    state = drafter.start(20)
-    drafter.observe(state, noise_features(batch).rows(0, 5), batch.input_ids[:, 1:])
+    state = drafter.start([[0]], 20)
+    drafter.observe(state, rows_of(noise_features(batch), 0, 5), batch.input_ids[:, 1:], torch.tensor([5]))
     for _ in range(2):
-        drafter.propose(state, 3, warp, None)
+        drafter.propose(state, chain(3), warp, None)
     assert_relative(torch.cat(warp.logits[3:]), torch.cat(warp.logits[:3]))
 
 

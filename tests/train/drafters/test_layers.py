@@ -1,14 +1,12 @@
-"""Attention of training-time test against a dense masked softmax in float64, and the decoder's cached attention."""
+"""Attention of training-time test against a dense masked softmax in float64."""
 
 import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from train.drafters.layers import (
-    GrowingKV,
     Rotary,
     _plain_ttt_attention,
-    cached_attention,
     llama_shape,
     rotate,
     ttt_attention,
@@ -100,35 +98,6 @@ def test_values_and_gradients_are_those_of_the_dense_softmax(querying, attention
         assert_relative(leaf.grad, other.grad, LIMITS[dtype])
 
 
-@pytest.mark.parametrize("sizes", [[11], [1] * 11, [4, 1, 3, 1, 2]])
-def test_cached_attention_in_pieces_is_full_causal_attention(sizes):
-    generator = torch.Generator().manual_seed(1)
-    query = torch.randn(H, 11, E, generator=generator, dtype=torch.float64)
-    keys, values = torch.randn(2, G, 11, E, generator=generator, dtype=torch.float64)
-    cache = GrowingKV(capacity=11)
-    parts = []
-    for rows in torch.arange(11).split(sizes):
-        parts.append(cached_attention(query[:, rows], *cache.append(keys[:, rows], values[:, rows])))
-    expected = torch.zeros_like(query)
-    for head in range(H):
-        for row in range(11):
-            scores = keys[head // 2, : row + 1] @ query[head, row] / E**0.5
-            expected[head, row] = scores.softmax(0) @ values[head // 2, : row + 1]
-    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_cache_forgets_from_the_end_by_hand():
-    cache = GrowingKV(capacity=4)
-    column = torch.arange(4.0).view(1, 4, 1)
-    cache.append(column[:, :3], -column[:, :3])
-    cache.crop(1)
-    cache.crop(2)  # no way to bring back what was forgotten
-    keys, values = cache.append(column[:, 3:], -column[:, 3:])
-    assert keys.flatten().tolist() == [0, 3] and values.flatten().tolist() == [0, -3]
-    with pytest.raises(ValueError, match=r"holds 4 tokens, 5 were given.*max_tokens"):
-        cache.append(column[:, :3], column[:, :3])
-
-
 def llama_of(**overrides):
     shape = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": E}
     return llama_shape(CONFIG_MAPPING["llama"](**(shape | overrides)))
@@ -155,9 +124,25 @@ def test_drafter_in_bfloat16_keeps_exact_frequencies(tiny_target, tiny_drafter):
     assert all(torch.equal(a, b) and b.dtype == torch.float32 for a, b in zip(before, after, strict=True))
 
 
-def test_target_with_several_kinds_of_positions_is_refused():
-    with pytest.raises(ValueError, match="several kinds of rotary positions"):
-        llama_shape(CONFIG_MAPPING["gemma3_text"](num_hidden_layers=6))
+def test_of_several_kinds_of_positions_full_attention_gives_its_own():
+    config = CONFIG_MAPPING["gemma3_text"](num_hidden_layers=6)
+    assert {kind: rope["rope_theta"] for kind, rope in config.rope_parameters.items()} == {
+        "sliding_attention": 10_000.0, "full_attention": 1_000_000.0,
+    }  # fmt: skip
+    assert llama_shape(config).rope_parameters["rope_theta"] == 1_000_000.0
+
+
+def test_other_kinds_of_positions_are_refused():
+    config = CONFIG_MAPPING["gemma3_text"](num_hidden_layers=6)
+    config.rope_parameters = {"near": {}, "far": {}}
+    with pytest.raises(ValueError, match=r"several kinds of rotary positions \(near, far\)"):
+        llama_shape(config)
+
+
+def test_target_without_llamas_parts_gets_the_usual_ones():
+    shape = llama_shape(CONFIG_MAPPING["gpt2"](n_embd=32, n_head=4))
+    assert (shape.intermediate_size, shape.num_key_value_heads, shape.head_dim) == (128, 4, 8)
+    assert shape.rope_parameters["rope_theta"] == 10_000.0
 
 
 def test_head_dim_defaults_to_an_even_share_of_the_width():
