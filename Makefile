@@ -5,7 +5,7 @@ BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 RUN := outputs/train/eagle3-smollm2
 
-.PHONY: demo test test-slow test-serving check format clean
+.PHONY: demo test test-slow test-serving bench-decoder check format clean
 .DEFAULT_GOAL := demo
 
 # torch first: a plain `torch` requirement would bring gigabytes of CUDA libraries to a machine without a GPU.
@@ -38,6 +38,9 @@ test-slow: $(BIN)/installed  ## the proofs in full size
 
 test-serving: $(BIN)/installed $(VLLM_BIN)/installed  ## real vLLM serves the exported heads and is compared with our decoder
 	$(BIN)/python -m pytest -m serving -s tests/serving
+
+bench-decoder: $(BIN)/installed  ## the decoder beside transformers, with the demo's head
+	$(BIN)/python -m tests.bench.decoder
 
 check: $(BIN)/installed  ## style, types, import directions
 	$(BIN)/ruff check .

@@ -1,0 +1,161 @@
+"""`make bench-decoder`: the decoder beside transformers, on SmolLM2 in bf16. Ratios of runs that alternate.
+
+Writes outputs/bench-decoder/summary.json:
+
+    plain_ratio_to_transformers    tokens per second of plain decoding over transformers' generate, batch 1 and 8
+    assisted_generation_ratio      transformers' prompt-lookup generation over its plain one, batch 1
+    overhead_fraction              share of decoding in neither target nor drafter, batch 1
+    verify_cost_ratio              time of a step of 1 + K rows over one of 1 row, cache of 128 tokens
+    speedup                        speculative over plain decoding, batch 1, for each drafter and K
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from conf.cli import build, check_overrides
+from conf.records import provenance, write_json
+from data.batch import Wants
+from data.corpus import CorpusConfig
+from data.prepare import make_encoder
+from data.target import Target
+from eval.generate import plain_generate, speculative_generate
+from eval.generation import Batched, Decoding
+from eval.sampling import SamplingConfig
+from eval.suites import read_prompts
+from train.checkpoint import load_drafter
+from train.drafters.base import DraftPlan, Proposer, chain
+from train.drafters.ngram import NgramConfig
+
+OUTPUT = Path("outputs/bench-decoder/summary.json")
+RUN = "outputs/train/eagle3-smollm2"
+REPEATS, TOKENS = 3, 64
+GREEDY = SamplingConfig(temperature=0.0, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+COPY = "Repeat the following text word for word, then repeat it once more:\n\n"
+
+
+def settings(plan: DraftPlan) -> Decoding:
+    return Decoding(max_tokens=TOKENS, sampling=GREEDY, plan=plan, rule="token", trace=False, static_shapes=False)
+
+
+def rate(found: Batched) -> float:
+    """Tokens per second after the prompt."""
+    return sum(len(answer.tokens) - 1 for answer in found.answers) / found.clock.total
+
+
+def theirs(model: Any, prompts: list[list[int]], **options: Any) -> float:
+    """Tokens per second of transformers' generate after the prompt: the time of one token is taken off."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    seconds = []
+    for tokens in (1, TOKENS):
+        started = time.perf_counter()
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0,
+            **options,
+        )  # fmt: skip
+        seconds.append(time.perf_counter() - started)
+    return len(prompts) * (out.shape[1] - width - 1) / (seconds[1] - seconds[0])
+
+
+def alternating(first: Callable[[], float], second: Callable[[], float]) -> dict[str, float]:
+    """Ratio of the medians of two rates, measured A B A B, and the extremes of the pairs' ratios."""
+    pairs = [(first(), second()) for _ in range(REPEATS)]
+    ratios = [a / b for a, b in pairs]
+    a, b = (statistics.median(side) for side in zip(*pairs, strict=True))
+    return {"ratio": a / b, "lowest": min(ratios), "highest": max(ratios)}
+
+
+def verify_cost(target: Target) -> dict[str, float]:
+    """Time of a verification step over that of a plain one."""
+    wants = Wants(aux_layers=(), last_hidden_state=False)
+    cache = target.new_cache(1, 160)
+    target.step(torch.randint(0, 1000, (1, 128)), cache, wants)
+    cache.commit(torch.tensor([128]))
+
+    def seconds(rows: int) -> float:
+        ids = torch.randint(0, 1000, (1, rows))
+        times = []
+        for _ in range(15):
+            started = time.perf_counter()
+            last, _ = target.step(ids, cache, wants)
+            target.logits(last)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times)
+
+    seconds(1)
+    return {str(k): seconds(1 + k) / seconds(1) for k in range(1, 9)}
+
+
+def speedups(target: Target, proposers: dict[str, tuple[Proposer, list[list[int]]]]) -> dict[str, dict[str, Any]]:
+    """Speculative over plain decoding, prompt by prompt at batch 1."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, (proposer, prompts) in proposers.items():
+        for k in (1, 2, 3, 5, 7):
+            fast = slow = accepted = rounds = 0.0
+            shares = []
+            for prompt in prompts:
+                plain = plain_generate(target, [prompt], settings(chain(1)))
+                drafted = speculative_generate(target, proposer, [prompt], settings(chain(k)))
+                slow += plain.clock.total / (len(plain.answers[0].tokens) - 1)
+                fast += drafted.clock.total / (len(drafted.answers[0].tokens) - 1)
+                accepted += sum(turn.num_accepted for turn in drafted.answers[0].rounds)
+                rounds += len(drafted.answers[0].rounds)
+                clock = drafted.clock
+                shares.append(1 - (clock.target + clock.drafter) / clock.total)
+            found.setdefault(name, {})[str(k)] = {
+                "speedup": slow / fast, "acceptance_length": 1 + accepted / rounds,
+                "overhead_fraction": statistics.median(shares),
+            }  # fmt: skip
+            print(name, k, json.dumps(found[name][str(k)]), flush=True)
+    return found
+
+
+def main() -> None:
+    """Measure everything; the head is the demo's."""
+    if not Path(RUN, "summary.json").exists():
+        sys.exit(f"{RUN} is missing: run `make demo` first")
+    loaded = load_drafter(RUN, None, torch.bfloat16, trust_remote_code=False)
+    target = loaded.target
+    reference = AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    encoder = make_encoder(target, 8192)
+    heldout = CorpusConfig(name="heldout", path="sample:heldout40.jsonl", max_conversations=8)
+    prompts = [prompt.input_ids for prompt in read_prompts(heldout, encoder)]
+    job = build(check_overrides("eval", ["+target=smollm2", "+drafter=ngram"]))
+    assert isinstance(job.drafter, NgramConfig)
+    ngram = job.drafter.build(target.parts, torch.arange(0))
+    texts = [target.tokenizer.decode(prompt, skip_special_tokens=True)[-400:] for prompt in prompts[:6]]
+    copies = [encoder.prompt_ids([{"role": "user", "content": COPY + text}]) for text in texts]
+    plain = settings(chain(1))
+    summary: dict[str, Any] = {"plain_ratio_to_transformers": {}}
+    for batch in (1, 8):
+        group = prompts[:batch]
+        summary["plain_ratio_to_transformers"][str(batch)] = alternating(
+            lambda group=group: rate(plain_generate(target, group, plain)),
+            lambda group=group: theirs(reference, group),
+        )
+        print(batch, summary, flush=True)
+    summary["assisted_generation_ratio"] = alternating(
+        lambda: theirs(reference, prompts[:1], prompt_lookup_num_tokens=3), lambda: theirs(reference, prompts[:1])
+    )
+    summary["verify_cost_ratio"] = verify_cost(target)
+    summary["speedup"] = speedups(
+        target, {"eagle3": (loaded.drafter, prompts), "ngram": (ngram, prompts), "ngram on copies": (ngram, copies)}
+    )
+    head = summary["speedup"]["eagle3"]
+    summary["overhead_fraction"] = max(entry["overhead_fraction"] for entry in head.values())
+    summary["provenance"] = provenance()
+    write_json(OUTPUT, summary)
+    print(json.dumps({key: value for key, value in summary.items() if key != "provenance"}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
