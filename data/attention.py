@@ -45,12 +45,11 @@ def attention(
         raise ValueError("attention with soft-capped scores or dropout is not supported: this kernel has neither")
     sliding_window, scaling = passed_on.get("sliding_window"), passed_on.get("scaling")
     distance, cu_seq_lens_q = passed_on.get("distance"), passed_on.get("cu_seq_lens_q")
-    if attention_mask is not None:
-        if sliding_window is not None and distance is not None:
-            attention_mask = attention_mask & (distance < sliding_window)
-        return _attend(query, key, value, scaling, attention_mask).transpose(1, 2), None
-    if key.shape[2] != query.shape[2]:
+    if attention_mask is None and key.shape[2] != query.shape[2]:
         attention_mask = _band(query.shape[2], key.shape[2], sliding_window, query.device)
+    elif attention_mask is not None and sliding_window is not None and distance is not None:
+        attention_mask = attention_mask & (distance < sliding_window)
+    if attention_mask is not None:
         return _attend(query, key, value, scaling, attention_mask).transpose(1, 2), None
     borders = [0, query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.tolist()
     out = torch.zeros_like(query)

@@ -3,6 +3,7 @@
 Shape letters: B = packs, T = tokens per pack, D = hidden size, A = auxiliary layers, V = target vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -93,3 +94,9 @@ class TargetParts:
     """(D,), weight of the norm before the LM head."""
     layers: nn.ModuleList
     """The decoder layers."""
+
+
+def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """(B, longest) int64, filled with 0 on the right."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.int64, device=device)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from data.batch import Wants
+from data.batch import Wants, padded
 from data.encode import Document
 from data.target import Target
 
@@ -33,10 +33,8 @@ def greedy_answers(target: Target, prompts: Sequence[list[int]], max_new_tokens:
     for start in range(0, len(prompts), BATCH):
         group = prompts[start : start + BATCH]
         lengths = torch.tensor([len(prompt) for prompt in group], device=target.device)
-        width = int(lengths.max())
-        cache = target.new_cache(len(group), width + max_new_tokens)
-        ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in group], device=target.device)
-        last, _ = target.step(ids, cache, wants)
+        cache = target.new_cache(len(group), int(lengths.max()) + max_new_tokens)
+        last, _ = target.step(padded(group, target.device), cache, wants)
         cache.commit(lengths)
         token = target.logits(last[torch.arange(len(group)), lengths - 1]).argmax(dim=-1)
         columns = [token]

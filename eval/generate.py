@@ -20,8 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data.batch import TargetFeatures, Wants
-from data.cache import TargetCache
+from data.batch import TargetFeatures, Wants, padded
 from data.target import Target
 from eval.generation import Batched, Clock, Decoding, Generation, Round, smallest_gaps, trace
 from eval.rounds import Outcome, ancestor_mask, verify_round
@@ -93,7 +92,7 @@ def speculative_generate(
         run.commit(draft, outcome)
         with _spent(run.clock, "drafter"):
             kept = features.select(outcome.path[:, : int(outcome.counts.max())])
-            proposer.observe(state, kept, _padded(committed, target.device), outcome.counts)
+            proposer.observe(state, kept, padded(committed, target.device), outcome.counts)
         run.record(draft, logits, outcome, committed)
         run.keep_running(state)
     return run.finish()
@@ -116,7 +115,7 @@ class _Run:
         self.rows = list(range(len(prompts)))  # the sequences still in the batch
         self.clock = Clock()
         capacity = max(map(len, prompts)) + decoding.max_tokens + max_drafts + 1
-        self.cache = TargetCache(len(prompts), capacity, target.device, decoding.static_shapes)
+        self.cache = target.new_cache(len(prompts), capacity, decoding.static_shapes)
         self._seen: Tensor | None = None
 
     # --- prompts -----------------------------------------------------------------------------------------------------
@@ -124,7 +123,7 @@ class _Run:
     def prefill(self, wants: Wants) -> TargetFeatures:
         """Read the prompts, padded on the right, and choose the first tokens; returns features of all rows."""
         started = time.perf_counter()
-        last, features = self.target.step(_padded(self.prompts, self.target.device), self.cache, wants)
+        last, features = self.target.step(padded(self.prompts, self.target.device), self.cache, wants)
         lengths = torch.tensor([len(prompt) for prompt in self.prompts], device=self.target.device)
         self.cache.commit(lengths)
         ends = last[torch.arange(len(lengths), device=lengths.device), lengths - 1]  # (B, D)
@@ -140,7 +139,7 @@ class _Run:
 
     def after_prompt(self) -> Tensor:
         """(B, longest prompt) int64: the token after each row of the prompts."""
-        return _padded(
+        return padded(
             [[*prompt[1:], answer.tokens[0]] for prompt, answer in zip(self.prompts, self.answers, strict=True)],
             self.target.device,
         )
@@ -231,9 +230,3 @@ def _spent(clock: Clock, part: Literal["target", "drafter"]) -> Iterator[None]:
     started = time.perf_counter()
     yield
     setattr(clock, part, getattr(clock, part) + time.perf_counter() - started)
-
-
-def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """(B, longest) int64, filled with 0 on the right."""
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)

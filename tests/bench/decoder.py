@@ -27,22 +27,17 @@ from data.corpus import CorpusConfig
 from data.prepare import make_encoder
 from data.target import Target
 from eval.generate import plain_generate, speculative_generate
-from eval.generation import Batched, Decoding
-from eval.sampling import SamplingConfig
+from eval.generation import Batched
 from eval.suites import read_prompts
+from tests.eval.decoding import decoding
 from train.checkpoint import load_drafter
-from train.drafters.base import DraftPlan, Proposer, chain
+from train.drafters.base import Proposer, chain
 from train.drafters.ngram import NgramConfig
 
 OUTPUT = Path("outputs/bench-decoder/summary.json")
 RUN = "outputs/train/eagle3-smollm2"
 REPEATS, TOKENS = 3, 64
-GREEDY = SamplingConfig(temperature=0.0, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 COPY = "Repeat the following text word for word, then repeat it once more:\n\n"
-
-
-def settings(plan: DraftPlan) -> Decoding:
-    return Decoding(max_tokens=TOKENS, sampling=GREEDY, plan=plan, rule="token", trace=False, static_shapes=False)
 
 
 def rate(found: Batched) -> float:
@@ -103,8 +98,8 @@ def speedups(target: Target, proposers: dict[str, tuple[Proposer, list[list[int]
             fast = slow = accepted = rounds = 0.0
             shares = []
             for prompt in prompts:
-                plain = plain_generate(target, [prompt], settings(chain(1)))
-                drafted = speculative_generate(target, proposer, [prompt], settings(chain(k)))
+                plain = plain_generate(target, [prompt], decoding(chain(1), TOKENS))
+                drafted = speculative_generate(target, proposer, [prompt], decoding(chain(k), TOKENS))
                 slow += plain.clock.total / (len(plain.answers[0].tokens) - 1)
                 fast += drafted.clock.total / (len(drafted.answers[0].tokens) - 1)
                 accepted += sum(turn.num_accepted for turn in drafted.answers[0].rounds)
@@ -134,7 +129,7 @@ def main() -> None:
     ngram = job.drafter.build(target.parts, torch.arange(0))
     texts = [target.tokenizer.decode(prompt, skip_special_tokens=True)[-400:] for prompt in prompts[:6]]
     copies = [encoder.prompt_ids([{"role": "user", "content": COPY + text}]) for text in texts]
-    plain = settings(chain(1))
+    plain = decoding(chain(1), TOKENS)
     summary: dict[str, Any] = {"plain_ratio_to_transformers": {}}
     for batch in (1, 8):
         group = prompts[:batch]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from data.batch import TargetFeatures, Wants
+from data.cache import TargetCache
 from eval.generate import speculative_generate
 from tests.eval.decoding import decoding
 from train.drafters.base import Draft, DraftPlan, chain
@@ -20,6 +21,9 @@ class CountingTarget:
 
     def __init__(self, *eos: int) -> None:
         self.eos_token_ids = frozenset(eos)
+
+    def new_cache(self, batch_size: int, capacity: int, static_shapes: bool) -> TargetCache:
+        return TargetCache(batch_size, capacity, self.device, static_shapes)
 
     def step(self, ids: Tensor, cache: Any, wants: Wants, visible: Any = None) -> tuple[Tensor, TargetFeatures]:
         cache.begin(ids.shape[1])

@@ -8,6 +8,7 @@ suffix  after the longest matching suffix, the most frequent continuation token 
 Both are deterministic functions of the text: verification treats their drafts as one-hot.
 """
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from conf import config
-from data.batch import TargetFeatures, TargetParts, Wants
+from data.batch import TargetFeatures, TargetParts, Wants, padded
 from train.drafters.base import Draft, DrafterConfig, DraftPlan, DraftState, Proposer, Warp
 
 
@@ -64,9 +65,9 @@ class _TextProposer(Proposer):
 
     wants = Wants(aux_layers=(), last_hidden_state=False)
 
+    @abstractmethod
     def continuation(self, index: "TextIndex", num_draft_tokens: int) -> list[int]:
         """Up to K tokens that may follow the text."""
-        raise NotImplementedError
 
     def observe(self, state: "TextState", features: TargetFeatures, next_ids: Tensor, counts: Tensor) -> None:
         """Append the committed tokens; see Proposer.observe."""
@@ -86,10 +87,8 @@ class _TextProposer(Proposer):
         if plan.kind != "chain":
             raise ValueError(f"{type(self).__name__} drafts chains only, a {plan.kind} was asked for: set draft=chain")
         drafts = [self.continuation(index, plan.num_draft_tokens) for index in state.texts]
-        width = max(map(len, drafts))
-        filled = [[*draft, *[0] * (width - len(draft))] for draft in drafts]
         return Draft(
-            tokens=torch.tensor(filled, dtype=torch.int64, device=state.device),
+            tokens=padded(drafts, state.device),
             probs=None,
             num_drafts=torch.tensor([len(draft) for draft in drafts], device=state.device),
         )
