@@ -7,6 +7,7 @@ Writes outputs/bench-decoder/summary.json:
     overhead_fraction              share of decoding in neither target nor drafter, batch 1
     verify_cost_ratio              time of a step of 1 + K rows over one of 1 row, cache of 128 tokens
     speedup                        speculative over plain decoding, batch 1, for each drafter and K
+    block_verification             acceptance length at T = 1, block by block and token by token, with standard errors
 """
 
 import json
@@ -24,20 +25,27 @@ from conf.cli import build, check_overrides
 from conf.records import provenance, write_json
 from data.batch import Wants
 from data.corpus import CorpusConfig
+from data.encode import Encoder
 from data.prepare import make_encoder
 from data.target import Target
 from eval.generate import plain_generate, speculative_generate
 from eval.generation import Batched
 from eval.suites import read_prompts
-from tests.eval.decoding import decoding
+from tests.eval.decoding import SAMPLED, decoding
 from train.checkpoint import load_drafter
 from train.drafters.base import Proposer, chain
 from train.drafters.ngram import NgramConfig
 
 OUTPUT = Path("outputs/bench-decoder/summary.json")
 RUN = "outputs/train/eagle3-smollm2"
-REPEATS, TOKENS = 3, 64
-COPY = "Repeat the following text word for word, then repeat it once more:\n\n"
+COPIES = Path(__file__).with_name("copies.jsonl")
+REPEATS, TOKENS, SAMPLES, DRAFTS = 3, 64, 6, (1, 2, 3, 5, 7)
+
+
+def read_ids(encoder: Encoder, path: str) -> list[list[int]]:
+    """The first prompts of a file."""
+    corpus = CorpusConfig(name="bench", path=path, max_conversations=8)
+    return [prompt.input_ids for prompt in read_prompts(corpus, encoder)]
 
 
 def rate(found: Batched) -> float:
@@ -90,27 +98,41 @@ def verify_cost(target: Target) -> dict[str, float]:
     return {str(k): seconds(1 + k) / seconds(1) for k in range(1, 9)}
 
 
-def speedups(target: Target, proposers: dict[str, tuple[Proposer, list[list[int]]]]) -> dict[str, dict[str, Any]]:
-    """Speculative over plain decoding, prompt by prompt at batch 1."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, (proposer, prompts) in proposers.items():
-        for k in (1, 2, 3, 5, 7):
-            fast = slow = accepted = rounds = 0.0
-            shares = []
-            for prompt in prompts:
-                plain = plain_generate(target, [prompt], decoding(chain(1), TOKENS))
-                drafted = speculative_generate(target, proposer, [prompt], decoding(chain(k), TOKENS))
-                slow += plain.clock.total / (len(plain.answers[0].tokens) - 1)
-                fast += drafted.clock.total / (len(drafted.answers[0].tokens) - 1)
-                accepted += sum(turn.num_accepted for turn in drafted.answers[0].rounds)
-                rounds += len(drafted.answers[0].rounds)
-                clock = drafted.clock
-                shares.append(1 - (clock.target + clock.drafter) / clock.total)
-            found.setdefault(name, {})[str(k)] = {
-                "speedup": slow / fast, "acceptance_length": 1 + accepted / rounds,
-                "overhead_fraction": statistics.median(shares),
-            }  # fmt: skip
-            print(name, k, json.dumps(found[name][str(k)]), flush=True)
+def speedups(target: Target, proposer: Proposer, prompts: list[list[int]]) -> dict[str, dict[str, float]]:
+    """Speculative over plain decoding at batch 1, for each K; prompt by prompt, so that the machine's mood cancels."""
+    plain, drafted, overhead = 0.0, dict.fromkeys(DRAFTS, 0.0), {k: [0.0] for k in DRAFTS}
+    accepted: dict[int, list[int]] = {k: [] for k in DRAFTS}
+    for prompt in prompts:
+        plain += 1 / rate(plain_generate(target, [prompt], decoding(chain(1), TOKENS)))
+        for k in DRAFTS:
+            found = speculative_generate(target, proposer, [prompt], decoding(chain(k), TOKENS))
+            drafted[k] += 1 / rate(found)
+            overhead[k].append(1 - (found.clock.target + found.clock.drafter) / found.clock.total)
+            accepted[k] += [turn.num_accepted for turn in found.answers[0].rounds]
+    return {
+        str(k): {
+            "speedup": plain / drafted[k],
+            "acceptance_length": 1 + statistics.fmean(accepted[k]),
+            "overhead_fraction": statistics.median(overhead[k][1:]),
+        }
+        for k in DRAFTS
+    }
+
+
+def block_verification(target: Target, proposer: Proposer, prompts: list[list[int]]) -> dict[str, dict[str, float]]:
+    """Acceptance length when sampling at T = 1, K = 3, by rule."""
+    found = {}
+    for rule in ("token", "block"):
+        accepted: list[int] = []
+        for seed in range(SAMPLES):
+            generator = torch.Generator().manual_seed(seed)
+            plan = decoding(chain(3), TOKENS, SAMPLED, rule=rule)
+            answers = speculative_generate(target, proposer, prompts, plan, generator).answers
+            accepted += [turn.num_accepted for answer in answers for turn in answer.rounds]
+        found[rule] = {
+            "acceptance_length": 1 + statistics.fmean(accepted),
+            "standard_error": statistics.stdev(accepted) / len(accepted) ** 0.5,
+        }
     return found
 
 
@@ -122,13 +144,10 @@ def main() -> None:
     target = loaded.target
     reference = AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.bfloat16, attn_implementation="sdpa")
     encoder = make_encoder(target, 8192)
-    heldout = CorpusConfig(name="heldout", path="sample:heldout40.jsonl", max_conversations=8)
-    prompts = [prompt.input_ids for prompt in read_prompts(heldout, encoder)]
+    prompts, copies = (read_ids(encoder, path) for path in ("sample:heldout40.jsonl", str(COPIES)))
     job = build(check_overrides("eval", ["+target=smollm2", "+drafter=ngram"]))
     assert isinstance(job.drafter, NgramConfig)
     ngram = job.drafter.build(target.parts, torch.arange(0))
-    texts = [target.tokenizer.decode(prompt, skip_special_tokens=True)[-400:] for prompt in prompts[:6]]
-    copies = [encoder.prompt_ids([{"role": "user", "content": COPY + text}]) for text in texts]
     plain = decoding(chain(1), TOKENS)
     summary: dict[str, Any] = {"plain_ratio_to_transformers": {}}
     for batch in (1, 8):
@@ -142,9 +161,13 @@ def main() -> None:
         lambda: theirs(reference, prompts[:1], prompt_lookup_num_tokens=3), lambda: theirs(reference, prompts[:1])
     )
     summary["verify_cost_ratio"] = verify_cost(target)
-    summary["speedup"] = speedups(
-        target, {"eagle3": (loaded.drafter, prompts), "ngram": (ngram, prompts), "ngram on copies": (ngram, copies)}
-    )
+    summary["speedup"] = {}
+    for name, proposer, group in (
+        ("eagle3", loaded.drafter, prompts), ("ngram", ngram, prompts), ("ngram on copies", ngram, copies)
+    ):  # fmt: skip
+        summary["speedup"][name] = speedups(target, proposer, group)
+        print(name, summary["speedup"][name], flush=True)
+    summary["block_verification"] = block_verification(target, loaded.drafter, prompts)
     head = summary["speedup"]["eagle3"]
     summary["overhead_fraction"] = max(entry["overhead_fraction"] for entry in head.values())
     summary["provenance"] = provenance()

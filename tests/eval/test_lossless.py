@@ -6,6 +6,7 @@ one, from uncached forward passes. The controls are broken decoders that the sam
 """
 
 import itertools
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -162,6 +163,26 @@ def test_acceptance_is_the_overlap_of_the_two_distributions(world: World) -> Non
     # One round each: it emits the draft (and ends) or the correction.
     kept = sum(answer.rounds[0].num_accepted for answer in found)
     assert stats.binomtest(kept, 4_000, rate).pvalue > ALPHA
+
+
+@pytest.mark.parametrize("samples", [4_000, pytest.param(80_000, marks=pytest.mark.slow)])
+def test_block_verification_keeps_more_than_token_verification(world: World, samples: int) -> None:
+    """99.9 % interval of the difference in tokens per round, whole answers, T = 1."""
+    means, variances = [], []
+    for rule in ("block", "token"):
+        generator = torch.Generator().manual_seed(5)
+        settings = decoding(chain(3), 13, SAMPLED, rule=rule)
+        lengths = []
+        for _ in range(samples // BATCH):
+            found = speculative_generate(
+                world.target, world.head, PROMPTS * (BATCH // len(PROMPTS)), settings, generator
+            )
+            lengths += [(len(answer.tokens) - 1) / len(answer.rounds) for answer in found.answers]
+        means.append(statistics.fmean(lengths))
+        variances.append(statistics.variance(lengths) / samples)
+    gain, margin = means[0] - means[1], stats.norm.ppf(0.9995) * sum(variances) ** 0.5
+    print(f"block - token: {gain:.4f} +- {margin:.4f} tokens per round")
+    assert gain > margin
 
 
 @torch.inference_mode()
