@@ -20,9 +20,10 @@ from data.batch import Batch, TargetFeatures, TargetParts, Wants
 from train.drafters.base import DrafterConfig, DraftLoss, Servable
 from train.drafters.eagle_layer import Attend, EagleLayer, copy_target_layer, default_aux_layers
 from train.drafters.fed_back import FedBackDrafter
-from train.drafters.layers import RMSNorm, Rotary, Spans, llama_shape, ttt_attention
+from train.drafters.layers import RMSNorm, Rotary, llama_shape
 from train.drafters.losses import LossKind, LossSettings, Teacher, chunked_distillation
 from train.drafters.rows import chain_labels, shifted_ids
+from train.drafters.ttt_attention import Spans, ttt_attention
 
 
 @config
