@@ -18,8 +18,8 @@ from torch import Tensor
 
 from train.drafters.rows import ChainLabels
 
-CHUNK_ROWS = 512
-"""Labels per chunk: large enough for efficient matrix products, small enough that R x V stays in the megabytes."""
+CHUNK_ROWS = 256
+"""Labels per chunk: large enough for efficient matrix products, small enough that R x Vd stays near a core's cache."""
 
 LossKind = Literal["soft_ce", "kl", "lk_alpha", "lk_lambda"]
 
@@ -93,12 +93,12 @@ def teacher_chunk(teacher: Teacher, rows: Tensor, settings: LossSettings) -> Tea
         mass = (logits.logsumexp(dim=-1) - all_logits.logsumexp(dim=-1)).exp()  # (R,) of the draft vocabulary
     else:
         logits = torch.nn.functional.linear(hidden, teacher.draft_head).float()
-    renormalised, lse, best = _softmax(logits)
+    renormalised, lse, _ = _softmax(logits)
     return TeacherChunk(
         renormalised=renormalised,
         entropy=lse - (renormalised * logits).sum(dim=-1),
         probs=None if mass is None else renormalised * mass[:, None],
-        best=best,
+        best=logits.argmax(dim=-1),
         counts=counts,
     )
 
@@ -122,34 +122,35 @@ def loss_and_gradient(
         settings: which loss.
 
     Returns:
-        (R,) losses, (R, Vd) gradients (masked rows are not zeroed here) and the (R,) draft tokens with the largest
-        logits.
+        (R,) losses, (R, Vd) gradients (masked rows are not zeroed here) and (R,) whether the student's most likely
+        draft token is the teacher's.
     """
     target = teacher.renormalised
-    q, lse, best = _softmax(draft_logits)
+    q, lse, top = _softmax(draft_logits)
+    matches = draft_logits.gather(1, teacher.best[:, None]).squeeze(1) == top
     soft_ce = lse - (target * draft_logits).sum(dim=-1)  # -sum p~ (z - lse); as a product autocast would round it
     if settings.kind == "soft_ce":
-        return soft_ce, q.sub_(target), best
+        return soft_ce, q.sub_(target), matches
     kl = soft_ce - teacher.entropy
     if settings.kind == "kl":
-        return kl, q.sub_(target), best
+        return kl, q.sub_(target), matches
     assert teacher.probs is not None  # teacher_chunk computes them for the LK losses
     alpha = torch.minimum(teacher.probs, q).sum(dim=-1).clamp_min(torch.finfo(q.dtype).tiny)
     below = q * (q < teacher.probs)
     alpha_gradient = below - q * below.sum(dim=-1, keepdim=True)
     if settings.kind == "lk_alpha":
-        return -alpha.log(), -alpha_gradient / alpha[:, None], best
+        return -alpha.log(), -alpha_gradient / alpha[:, None], matches
     weight = (settings.lk_scale * torch.exp(-settings.lk_decay * alpha)).clamp(max=1)
     gradient = weight[:, None] * (q - target) - (1 - weight)[:, None] * alpha_gradient
-    return weight * kl + (1 - weight) * (1 - alpha), gradient, best
+    return weight * kl + (1 - weight) * (1 - alpha), gradient, matches
 
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax (R, V), log-sum-exp (R,) and argmax (R,) in the fewest passes over (R, V) `logits`."""
-    top = logits.max(dim=-1)
+    """Softmax (R, V), log-sum-exp (R,) and maximum (R,) of (R, V) logits, in passes that are cheap on a CPU, where
+    `logsumexp` and `argmax` cost more than the softmax."""
+    top = logits.amax(dim=-1)
     probs = logits.softmax(dim=-1)
-    largest = probs.gather(1, top.indices[:, None]).squeeze(1)  # exp(max - lse), at least 1 / V
-    return probs, top.values - largest.log(), top.indices
+    return probs, top - probs.amax(dim=-1).log(), top  # the largest probability is exp(top - lse), at least 1 / V
 
 
 def _chunks(labels: ChainLabels) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
@@ -191,8 +192,8 @@ class _ChunkedDistillation(torch.autograd.Function):
                 share = weights[members] / settings.keep_ratio**step
                 student = hidden[step][first:last]
                 logits = torch.nn.functional.linear(student, compute_head).float()
-                loss, gradient, best = loss_and_gradient(logits, taught, settings)
-                matches[step] += ((best == taught.best) * share).sum()
+                loss, gradient, matched = loss_and_gradient(logits, taught, settings)
+                matches[step] += (matched * share).sum()
                 losses[step] += (loss * share).sum()
                 # Each row's weight goes to the narrow side of the products.
                 share = (share * settings.step_weights[step])[:, None]
