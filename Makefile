@@ -3,9 +3,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
+PEERS_BIN := .venv-peers/bin
 RUN := outputs/train/eagle3-smollm2
 
-.PHONY: demo test test-slow test-serving bench-decoder check format clean
+.PHONY: demo test test-slow test-serving bench bench-decoder check format clean
 .DEFAULT_GOAL := demo
 
 # torch first: a plain `torch` requirement would bring gigabytes of CUDA libraries to a machine without a GPU.
@@ -24,6 +25,14 @@ $(VLLM_BIN)/installed: tests/serving/vllm_requirements.py
 	$(VLLM_BIN)/pip install --quiet --requirement .venv-vllm/requirements.txt
 	touch $@
 
+# The peers that `make bench` compares with, without their own dependencies (a CUDA torch, vLLM, SGLang).
+$(PEERS_BIN)/installed:
+	test -x $(PEERS_BIN)/python || $(PYTHON) -m venv .venv-peers
+	$(PEERS_BIN)/pip install --quiet $(TORCH)
+	$(PEERS_BIN)/pip install --quiet transformers==5.15.0 datasets==5.1.0 pydantic-settings loguru openai aiohttp httpx
+	$(PEERS_BIN)/pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0 specforge==0.2.0
+	touch $@
+
 demo: $(BIN)/installed  ## train EAGLE-3 for SmolLM2, measure it, export it for vLLM
 	$(BIN)/python -m train +target=smollm2 drafter=eagle3
 	$(BIN)/python -m eval checkpoint=$(RUN)
@@ -38,6 +47,9 @@ test-slow: $(BIN)/installed  ## the proofs in full size
 
 test-serving: $(BIN)/installed $(VLLM_BIN)/installed  ## real vLLM serves the exported heads and is compared with our decoder
 	$(BIN)/python -m pytest -m serving -s tests/serving
+
+bench: $(BIN)/installed $(PEERS_BIN)/installed  ## a training step beside speculators and SpecForge
+	$(BIN)/python -m tests.bench.train
 
 bench-decoder: $(BIN)/installed  ## the decoder beside transformers, with the demo's head
 	$(BIN)/python -m tests.bench.decoder

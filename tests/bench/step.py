@@ -23,7 +23,8 @@ def job_of(chosen: SimpleNamespace) -> TrainJob:
             "train",
             ["+target=smollm2", "optim=adamw", f"precision={chosen.dtype}", f"drafter.ttt_steps={chosen.ttt_steps}",
              "drafter.step_loss_decay=1.0", "drafter.row_keep_ratio=1.0", "drafter.fc_norm=true",
-             "drafter.norm_output=true", "drafter.norm_before_residual=true", f"drafter.draft_vocab_size={chosen.draft_vocab}"],
+             "drafter.norm_output=true", "drafter.norm_before_residual=true",
+             f"drafter.draft_vocab_size={chosen.draft_vocab}"],
         )
     )  # fmt: skip
 

@@ -4,7 +4,8 @@ Every figure comes from a process of its own; the sides take turns, A B C A B C.
 
     matmul_gflops   measured rate of this machine at the drafter's shapes, by dtype
     shapes          for each shape and side: positions per second (median over the turns), peak MiB of the first step
-    speed_ratio     ours over the faster peer, with the extremes over the turns;  memory_ratio: ours over the leaner peer
+    speed_ratio     ours over the faster peer, with the extremes over the turns
+    memory_ratio    ours over the leaner peer
     mfu             ours: FLOPs of the step / (seconds * matmul rate)
 """
 

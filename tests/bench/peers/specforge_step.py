@@ -24,7 +24,9 @@ class _TritonStub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """`import triton` and whatever of it is named; nothing of it is ever run."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "triton" else None
+        if name.partition(".")[0] != "triton":
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: Any) -> ModuleType:
         module = ModuleType(spec.name)

@@ -37,9 +37,7 @@ def main() -> None:
 
     def step() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=chosen.dtype == "bfloat16"):
-            _, loss, _ = model(
-                **batch, ttt_steps=chosen.ttt_steps, ttt_step_loss_decay=1.0, loss_config=loss_config
-            )
+            _, loss, _ = model(**batch, ttt_steps=chosen.ttt_steps, ttt_step_loss_decay=1.0, loss_config=loss_config)
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss.backward()
