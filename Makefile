@@ -49,7 +49,7 @@ test-serving: $(BIN)/installed $(VLLM_BIN)/installed  ## real vLLM serves the ex
 	$(BIN)/python -m pytest -m serving -s tests/serving
 
 bench: $(BIN)/installed $(PEERS_BIN)/installed  ## a training step beside speculators and SpecForge
-	$(BIN)/python -m tests.bench.train
+	$(BIN)/python -m tests.bench.training
 
 bench-decoder: $(BIN)/installed  ## the decoder beside transformers, with the demo's head
 	$(BIN)/python -m tests.bench.decoder
