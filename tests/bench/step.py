@@ -1,7 +1,5 @@
 """One training step of ours: the drafter in the trainer's own engine (DeepSpeed, AdamW)."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -9,11 +7,9 @@ from transformers import AutoModelForCausalLM
 
 from conf.cli import build, check_overrides
 from data.batch import Batch, TargetFeatures, TargetParts
+from tests.bench.measure import arguments, draft_ids, features, measure
 from train.engine import Engine, init_distributed
 from train.job import TrainJob
-
-sys.path.insert(0, str(Path(__file__).parent))
-from measure import arguments, draft_ids, features, measure
 
 
 def job_of(chosen: SimpleNamespace) -> TrainJob:
