@@ -31,6 +31,8 @@ class DataConfig:
     """token: every supervised token of a global batch counts the same; sequence: every document does."""
     feature_cache_gib: float = Field(ge=0)
     """Keep target features in memory for later epochs, up to so much per rank."""
+    num_workers: int = Field(ge=0)
+    """Processes per rank that collate batches ahead; 0 collates in the training process (some ms a step)."""
 
 
 @dataclass(frozen=True)

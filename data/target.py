@@ -4,8 +4,6 @@ Shape letters: B = batch, T = tokens, D = hidden size, A = auxiliary layers, V =
 """
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +19,7 @@ from data import attention, wheel_target
 from data.batch import Batch, TargetFeatures, TargetParts, Wants
 from data.cache import TargetCache, step_mask, tree_mask
 from data.identity import TargetIdentity
+from data.layer_inputs import LayerInputs
 
 
 @config
@@ -39,6 +38,8 @@ class TargetConfig:
     """Passed to the chat template, e.g. {enable_thinking: false} for Qwen3."""
     trust_remote_code: bool
     """Run Python code out of the model's repository. Leave off unless you have read it."""
+    compile: bool
+    """Let torch.compile fuse each layer: for GPUs, and CPUs with a C++ compiler; the first steps wait."""
 
 
 class Target:
@@ -76,7 +77,10 @@ class Target:
         self.model.to(self.device)
         self._decoder: Any = self.model.get_decoder()
         self._layers = _find_layers(self._decoder, self.hf_config.num_hidden_layers)
-        self._captured: dict[int, Tensor] = {}
+        self._inputs = LayerInputs(self._layers)
+        if target_config.compile:
+            for layer in self._layers:  # not layer.compile(): hooks stay outside
+                layer.forward = torch.compile(layer.forward, dynamic=True)
         self._has_windows = getattr(self.hf_config, "sliding_window", None) is not None
         self._require_plain_head()
 
@@ -133,7 +137,8 @@ class Target:
 
     @torch.no_grad()  # not inference_mode: drafters save these tensors for their backward pass
     def capture(self, batch: Batch, wants: Wants) -> TargetFeatures:
-        """Run the target over packed documents and keep the wanted hidden states; no logits are computed.
+        """Run the target over packed documents and keep the wanted hidden states: no logits, no layer after the last
+        wanted one.
 
         Returns:
             Features of (B, T) rows in the target's dtype; those of padding are arbitrary.
@@ -143,14 +148,16 @@ class Target:
         borders = _borders(batch)
         positions = torch.cat([torch.arange(b - a) for a, b in pairwise(borders)]).to(batch.input_ids.device)
         lengths = torch.tensor(borders)
-        with self._hooks(wants.aux_layers):
+        last_hidden_state = None
+        with self._inputs.recording(wants, stop_early=True):
             output = self._decoder(
                 input_ids=batch.input_ids.view(1, -1),
                 position_ids=positions[None],
                 use_cache=False,
                 cu_seq_lens_q=lengths,
             )
-        features = self._features(output.last_hidden_state, wants)
+            last_hidden_state = output.last_hidden_state
+        features = self._inputs.features(last_hidden_state, wants)
         last = features.last_hidden_state
         return TargetFeatures(
             aux_hidden_states=features.aux_hidden_states.view(*shape, -1),
@@ -186,7 +193,7 @@ class Target:
             mask = tree_mask(cache.lengths, visible, slots.end)
         positions = cache.lengths[:, None] + depth
         windowed = {"distance": _distances(cache.lengths, positions, slots.end)} if self._has_windows else {}
-        with self._hooks(wants.aux_layers):
+        with self._inputs.recording(wants, stop_early=False):
             output = self._decoder(
                 input_ids=input_ids,
                 position_ids=positions,
@@ -195,37 +202,11 @@ class Target:
                 use_cache=True,
                 **windowed,
             )
-        return output.last_hidden_state, self._features(output.last_hidden_state, wants)
+        return output.last_hidden_state, self._inputs.features(output.last_hidden_state, wants)
 
     def logits(self, last_hidden_state: Tensor) -> Tensor:
         """(..., D) after the final norm -> (..., V) logits in the target's dtype."""
         return nn.functional.linear(last_hidden_state, self.lm_head)
-
-    @contextmanager
-    def _hooks(self, layers: tuple[int, ...]) -> Iterator[None]:
-        """Record the state entering each of `layers` while the context is open."""
-
-        def record(index: int, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            self._captured[index] = args[0] if args else kwargs["hidden_states"]
-
-        handles = [
-            self._layers[i].register_forward_pre_hook(
-                lambda _module, args, kwargs, i=i: record(i, args, kwargs), with_kwargs=True
-            )
-            for i in layers
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _features(self, last_hidden_state: Tensor, wants: Wants) -> TargetFeatures:
-        states = [self._captured.pop(i) for i in wants.aux_layers]
-        return TargetFeatures(
-            aux_hidden_states=torch.cat(states, dim=-1) if states else last_hidden_state[..., :0],
-            last_hidden_state=last_hidden_state if wants.last_hidden_state else None,
-        )
 
     def _final_norm(self) -> Tensor:
         for name in ("norm", "ln_f", "final_layernorm"):

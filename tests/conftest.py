@@ -79,7 +79,7 @@ def tiny_target(tiny_folder: Callable[..., Path]) -> Callable[..., Any]:
         folder = tiny_folder(family, seed, **overrides)
         settings = TargetConfig(
             name=f"tiny-{family}", path=str(folder), revision=None, dtype="float32", chat_template_kwargs={},
-            trust_remote_code=False,
+            trust_remote_code=False, compile=False,
         )  # fmt: skip
         if not (family.endswith("_moe") and dtype == torch.float64):
             return Target(settings, dtype)
@@ -105,7 +105,7 @@ def tiny_drafter() -> Callable[..., Any]:
             "step_loss_decay": 0.8, "row_keep_ratio": 1.0, "loss": "kl", "lk_scale": 1.0, "lk_decay": 3.0,
             "mask_out_of_vocab": False,
             "fc_norm": False, "norm_output": False, "norm_before_residual": False, "train_lm_head": True,
-            "init_layer": None, "init_seed": seed,
+            "init_layer": None, "init_seed": seed, "compile": False,
         }  # fmt: skip
         vocab = target.hf_config.vocab_size
         size = draft_vocab_size or vocab

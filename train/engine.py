@@ -19,7 +19,7 @@ from torch import Tensor
 from conf import InputError, config
 from data.batch import Batch, TargetFeatures
 from train.drafters.base import Drafter, DraftLoss
-from train.optim import OptimConfig, deepspeed_optimizer, schedule_factory
+from train.optim import OptimConfig, adamw_8bit, deepspeed_optimizer, schedule_factory
 from train.state_files import load_state, save_state
 
 Precision = Literal["float32", "bfloat16"]
@@ -65,10 +65,8 @@ def init_distributed() -> tuple[int, int]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if not torch.cuda.is_available():
-        # Compilers would run for minutes at first use, for little: gloo reduces well enough without DeepSpeed's
-        # shared-memory extension, and Muon's few matrix products run as fast eagerly.
+        # A compiler would run for a minute at first use: gloo reduces well enough without this extension.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        torch.compiler.set_stance("force_eager")
     if not dist.is_initialized():
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     return dist.get_rank(), dist.get_world_size()
@@ -99,11 +97,10 @@ class Engine:
         self.drafter = drafter
         self.accumulation_steps = accumulation_steps
         self.world_size = dist.get_world_size()
-        settings = {
+        settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": accumulation_steps,
             "gradient_clipping": optim.clip,
-            "optimizer": deepspeed_optimizer(optim),
             "zero_optimization": zero.zero_optimization,
             "zero_force_ds_cpu_optimizer": zero.zero_force_ds_cpu_optimizer,
             "torch_autocast": {"enabled": precision == "bfloat16", "dtype": "bfloat16"},
@@ -114,14 +111,23 @@ class Engine:
             # its update does not depend on the gradient's size. With ZeRO-3 it refuses to work on scattered gradients.
             settings["gradient_clipping"] = 0.0
             settings["zero_optimization"] = {"reduce_scatter": False, **zero.zero_optimization}
+        ours = None
+        if optim.name == "adamw_8bit":
+            ours = adamw_8bit(optim)
+            settings["zero_allow_untested_optimizer"] = True
+        else:
+            settings["optimizer"] = deepspeed_optimizer(optim)
         parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
         self._engine, _, _, _ = deepspeed.initialize(
             model=drafter,
             model_parameters=parameters,
+            optimizer=ours,
             config=settings,
             lr_scheduler=schedule_factory(optim, total_steps),
         )
         self._engine.checkpoint_engine = _SafetensorsCheckpoints()
+        # DeepSpeed compiles Muon. On a CPU its few matrix products run as fast eagerly, without a minute's wait.
+        self._optimizer_stance = "default" if torch.cuda.is_available() else "force_eager"
 
     def step(self, micro_batches: Sequence[tuple[Batch, TargetFeatures]]) -> StepResult:
         """One optimizer step over this rank's micro-batches of a global batch.
@@ -138,7 +144,8 @@ class Engine:
             result = DraftLoss(*self._engine(batch, features))
             self._engine.backward(result.loss * self.world_size * self.accumulation_steps)
             gradient_norm = self._unpartitioned_gradient_norm()
-            self._engine.step()
+            with torch.compiler.set_stance(self._optimizer_stance):
+                self._engine.step()
             row = torch.cat([result.loss.detach().reshape(1).float(), result.step_losses, result.step_matches])
             sums = row if sums is None else sums + row
         assert sums is not None  # accumulation_steps >= 1

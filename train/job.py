@@ -1,7 +1,7 @@
 """The training job, top to bottom: data, target, drafter, then steps, validations and checkpoints."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from conf.records import JsonLines, provenance, write_json, write_text
 from data.corpus import CorpusConfig
 from data.features import FeatureStore
 from data.loader import DataConfig, TrainingStream
+from data.prefetch import PreparedStep, prepared_steps
 from data.prepare import PreparedCorpus, prepare
 from data.target import Target, TargetConfig
 from train.checkpoint import CheckpointWriter, Manifest, latest_checkpoint
@@ -23,6 +24,7 @@ from train.engine import DeepSpeedConfig, Engine, Precision, StepResult, init_di
 from train.optim import OptimConfig
 from train.progress import ProgressReport
 from train.resume import previous_run
+from train.roofline import Usage, matmul_flops_per_second
 from train.tracker import Tracker, TrackerConfig
 from train.validation import Validation
 
@@ -101,19 +103,6 @@ def build_drafter(job: TrainJob, target: Target, corpus: PreparedCorpus) -> Draf
     return drafter
 
 
-@dataclass
-class Timing:
-    """Seconds since the last report, by what they were spent on."""
-
-    target: float = 0.0
-    drafter: float = 0.0
-
-    def shares(self, total: float) -> dict[str, float]:
-        """Share of `total` seconds; what is left over is data and reporting."""
-        parts = {"target": self.target / total, "drafter": self.drafter / total}
-        return {**parts, "other": 1 - sum(parts.values())}
-
-
 class Trainer:
     """One run: owns the step counter and everything that is written."""
 
@@ -130,6 +119,10 @@ class Trainer:
         accumulation = self.stream.accumulation_steps(world_size)
         total = self.stream.total_steps
         self.engine = Engine(drafter, job.optim, job.deepspeed, job.precision, accumulation, total)
+        self.matmul_rate = matmul_flops_per_second(
+            target.device, getattr(torch, job.precision), job.data.pack_tokens, target.hf_config.hidden_size
+        )
+        self.usage = Usage()
         self.writer = CheckpointWriter(self.folder, job.keep_checkpoints, rank == 0, self.engine.barrier)
 
     def train(self, config_yaml: str, started: float) -> None:
@@ -146,8 +139,9 @@ class Trainer:
         )  # fmt: skip
         acceptance: dict[str, Any] = {}
         with ProgressReport(f"train {self.job.run_name}", total, done, self.rank == 0) as progress:
+            prepared = prepared_steps(self.stream, self.store, done, self.rank, self.world_size)
             for step in range(done + 1, total + 1):
-                row = self._step(step)
+                row = self._step(step, prepared)
                 if self._due(step, self.job.validate_every_steps) or self._due(step, self.job.checkpoint_every_steps):
                     acceptance = self.validation.measure(self.drafter, self.job.num_draft_tokens)
                     row |= acceptance
@@ -162,21 +156,17 @@ class Trainer:
         if self.rank == 0:
             self._summarise(done, time.monotonic() - started)
 
-    def _step(self, step: int) -> dict[str, Any]:
+    def _step(self, step: int, prepared: Iterator[PreparedStep]) -> dict[str, Any]:
         begin = time.monotonic()
-        timing = Timing()
-        pairs = []
-        for micro_batch in self.stream.micro_batches(step - 1, self.rank, self.world_size):
-            clock = time.monotonic()
-            features = self.store.features(micro_batch)
-            timing.target += time.monotonic() - clock
-            pairs.append((micro_batch.batch.to(self.target.device), features))
+        ready = next(prepared)
+        flops = sum(self.drafter.flops(batch) for batch, _ in ready.pairs)
         clock = time.monotonic()
-        result = self.engine.step(pairs)
-        timing.drafter = time.monotonic() - clock
-        seconds = time.monotonic() - begin
+        result = self.engine.step(ready.pairs)
+        end = time.monotonic()
+        usage = Usage(end - begin, ready.target_seconds, end - clock, flops)
+        self.usage.add(usage)
         tokens = self.stream.trained_tokens(step) - self.stream.trained_tokens(step - 1)
-        return _metrics(result) | {"tokens_per_second": tokens / seconds, "time_share": timing.shares(seconds)}
+        return _metrics(result) | {"tokens_per_second": tokens / usage.seconds} | usage.report(self.matmul_rate)
 
     def _due(self, step: int, every: int) -> bool:
         return step % every == 0 or step == self.stream.total_steps
@@ -213,6 +203,7 @@ class Trainer:
             "trained_tokens": self.stream.trained_tokens(self.stream.total_steps),
             "trainable_parameters": self.trainable_parameters,
             "train_seconds": round(seconds, 1),
+            **(self.usage.report(self.matmul_rate) if self.usage.seconds else {}),
             "next": f"python -m eval checkpoint={self.folder}",
         }
         write_json(self.folder / "summary.json", summary)

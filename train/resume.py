@@ -11,7 +11,7 @@ from train.checkpoint import latest_checkpoint, read_manifest
 
 MAY_CHANGE = frozenset(
     {"tracker", "log_every_steps", "keep_checkpoints", "validate_every_steps", "checkpoint_every_steps", "resume",
-     "num_threads", "output_dir"}
+     "num_threads", "output_dir", "data.num_workers"}
 )  # fmt: skip
 """Settings that do not change what is computed."""
 
@@ -35,7 +35,7 @@ def previous_run(
     before = _flat(OmegaConf.to_container(OmegaConf.load(newest / "config.yaml"), resolve=True))
     now = _flat(OmegaConf.to_container(composed, resolve=True))
     for key in sorted(before.keys() | now.keys()):
-        if key.split(".")[0] not in MAY_CHANGE and before.get(key) != now.get(key):
+        if not {key, key.split(".")[0]} & MAY_CHANGE and before.get(key) != now.get(key):
             raise InputError(
                 f"the run in {folder} was started with {key}={before.get(key)}, now it is {now.get(key)}: choose "
                 "another run_name=, or resume=never to move the old run aside and start anew"

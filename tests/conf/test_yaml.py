@@ -119,7 +119,7 @@ def test_choices_are_the_yaml_files_of_a_group() -> None:
     ("override", "said"),
     [
         ("drafter=eagle4", "unknown drafter 'eagle4' | did you mean 'eagle3'? | choices: eagle3"),
-        ("optim=moun", "unknown optim 'moun' | did you mean 'muon'? | choices: adamw, muon"),
+        ("optim=moun", "unknown optim 'moun' | did you mean 'muon'? | choices: adamw, adamw_8bit, muon"),
         ("drafter.ttt_step=3", "unknown key 'drafter.ttt_step' | did you mean 'drafter.ttt_steps'?"),
         ("epoch=3", "unknown key 'epoch' | did you mean 'epochs'?"),
         ("target.pth=x", "unknown key 'target.pth' | did you mean 'target.path'?"),
@@ -181,6 +181,7 @@ def test_saved_configuration_builds_an_equal_job() -> None:
 TARGET_SECTION = {
     "_target_": "data.target.TargetConfig", "name": "a", "path": "x", "revision": None, "dtype": "float32",
     "chat_template_kwargs": {}, "trust_remote_code": False,
+    "compile": False,
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def documents():
 def stream(documents, micro=1, size=4, epochs=1.0, normalisation="token", packing=True, seed=5):
     data = DataConfig(
         max_tokens=WIDTH, packing=packing, pack_tokens=WIDTH, micro_batch_packs=micro, global_batch_packs=size,
-        loss_normalisation=normalisation, feature_cache_gib=0.0,
+        loss_normalisation=normalisation, feature_cache_gib=0.0, num_workers=0,
     )  # fmt: skip
     return TrainingStream(documents, data, seed=seed, epochs=epochs)
 

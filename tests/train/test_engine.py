@@ -117,7 +117,10 @@ def test_first_loss_is_that_of_plain_autograd(run: Run, pieces: dict[str, Any]) 
 @pytest.mark.parametrize("normalisation", ["token", "sequence"])
 def test_packed_and_unpacked_documents_have_equal_loss_and_gradient(pieces: dict[str, Any], normalisation: str) -> None:
     documents = len(pieces["corpus"].train)
-    kinds = {"max_tokens": 256, "micro_batch_packs": 1, "loss_normalisation": normalisation, "feature_cache_gib": 0.0}
+    kinds = {
+        "max_tokens": 256, "micro_batch_packs": 1, "loss_normalisation": normalisation, "feature_cache_gib": 0.0,
+        "num_workers": 0,
+    }  # fmt: skip
     whole = TrainingStream(
         pieces["corpus"].train, DataConfig(**kinds, packing=True, pack_tokens=256, global_batch_packs=1), 0, 1.0
     )

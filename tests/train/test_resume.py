@@ -73,6 +73,7 @@ FREE = {
     "tracker": "tracker=wandb", "log_every_steps": "log_every_steps=9", "keep_checkpoints": "keep_checkpoints=9",
     "validate_every_steps": "validate_every_steps=9", "checkpoint_every_steps": "checkpoint_every_steps=9",
     "resume": "+resume=auto", "num_threads": "num_threads=3", "output_dir": "output_dir=elsewhere",
+    "data.num_workers": "data.num_workers=2",
 }  # fmt: skip
 
 

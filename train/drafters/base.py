@@ -184,6 +184,11 @@ class Drafter(nn.Module, Proposer):
     def to_serving(self) -> Servable:
         """Canonical tensors and facts for export."""
 
+    @abstractmethod
+    def flops(self, batch: Batch) -> int:
+        """FLOPs of the matrix products of `loss` on this batch and of its gradient, by the formulas of
+        `train.drafters.flops`: what model FLOPs utilisation is measured by."""
+
     def forward(self, batch: Batch, features: TargetFeatures) -> tuple[Tensor, Tensor, Tensor]:
         """The fields of `loss`, as DeepSpeed calls it: under ZeRO-3 its hooks see into tuples, not into dataclasses."""
         result = self.loss(batch, features)

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from conf import config
 from data.batch import Batch, TargetFeatures, TargetParts, Wants
 from train.drafters.base import DrafterConfig, DraftLoss, Servable
+from train.drafters.distillation import Teacher, chunked_distillation
 from train.drafters.eagle_layer import Attend, EagleLayer, copy_target_layer, default_aux_layers
 from train.drafters.fed_back import FedBackDrafter
+from train.drafters.flops import linear_flops
 from train.drafters.layers import RMSNorm, Rotary, llama_shape
-from train.drafters.losses import LossKind, LossSettings, Teacher, chunked_distillation
+from train.drafters.losses import LossKind, LossSettings
 from train.drafters.rows import chain_labels, shifted_ids
 from train.drafters.ttt_attention import Spans, ttt_attention
 
@@ -41,7 +43,7 @@ class Eagle3Config(DrafterConfig):
     """Share of a step's rows that the next step goes on from, drawn anew in every epoch and weighted up by as much:
     later steps then cost less and the loss stays unbiased. 1 keeps all."""
     loss: LossKind
-    """soft_ce, kl, lk_alpha or lk_lambda: see train/drafters/losses.py."""
+    """soft_ce, kl, reverse_kl, jsd, tv, lk_alpha or lk_lambda: see train/drafters/losses.py."""
     lk_scale: float = Field(ge=0)
     """lk_lambda: weight of KL is lk_scale * exp(-lk_decay * alpha)."""
     lk_decay: float = Field(ge=0)
@@ -59,6 +61,8 @@ class Eagle3Config(DrafterConfig):
     """Copy attention and feed-forward of this target layer (negative counts from the end); None starts at random."""
     init_seed: int
     """Of the random parts."""
+    compile: bool
+    """Let torch.compile fuse the layer and the loss: for GPUs, and CPUs with a C++ compiler; the first steps wait."""
 
     def build(self, target: TargetParts, draft_to_target_ids: Tensor) -> "Eagle3":
         """Make the untrained head; see DrafterConfig.build.
@@ -114,6 +118,10 @@ class Eagle3(FedBackDrafter):
         self.register_buffer("target_head", target.lm_head.detach(), persistent=False)
         self.register_buffer("teacher_rows", target.lm_head.detach()[draft_to_target_ids], persistent=False)
         self._initialise(target)
+        if settings.compile:
+            self.midlayer.forward = torch.compile(  # type: ignore[method-assign]
+                self.midlayer.forward, dynamic=True
+            )
 
     @torch.no_grad()
     def _initialise(self, target: TargetParts) -> None:
@@ -136,14 +144,6 @@ class Eagle3(FedBackDrafter):
         labels = chain_labels(batch, steps, self.settings.row_keep_ratio)
         rows = [labels.rows(step) for step in range(steps)]
         hidden = [self.norm(stream) for stream in self._unroll(batch, features, rows)]
-        settings = LossSettings(
-            kind=self.settings.loss,
-            lk_scale=self.settings.lk_scale,
-            lk_decay=self.settings.lk_decay,
-            mask_out_of_vocab=self.settings.mask_out_of_vocab,
-            step_weights=tuple(self.settings.step_loss_decay**k for k in range(steps)),
-            keep_ratio=self.settings.row_keep_ratio,
-        )
         device = hidden[0].device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden[0].dtype
         teacher = Teacher(
@@ -158,9 +158,35 @@ class Eagle3(FedBackDrafter):
             teacher,
             labels,
             batch.token_weights.flatten(),
-            settings,
+            self._loss_settings(),
         )
         return DraftLoss(loss=total, step_losses=losses, step_matches=matches)
+
+    def _loss_settings(self) -> LossSettings:
+        chosen = self.settings
+        return LossSettings(
+            kind=chosen.loss,
+            lk_scale=chosen.lk_scale,
+            lk_decay=chosen.lk_decay,
+            mask_out_of_vocab=chosen.mask_out_of_vocab,
+            step_weights=tuple(chosen.step_loss_decay**k for k in range(chosen.ttt_steps)),
+            keep_ratio=chosen.row_keep_ratio,
+            compiled=chosen.compile,
+        )
+
+    def flops(self, batch: Batch) -> int:
+        """See Drafter.flops. The teacher's part is one product, forward only, for all steps."""
+        labels = chain_labels(batch, self.settings.ttt_steps, self.settings.row_keep_ratio)
+        rows = [labels.rows(step) for step in range(self.settings.ttt_steps)]
+        depth = batch.position_ids.flatten() + 1  # keys of step 0 that each row sees
+        everywhere, outputs = depth.numel(), sum(map(len, rows))
+        teacher_head = self.target_head if self._loss_settings().needs_whole_vocabulary else self.teacher_rows
+        return (
+            linear_flops(self.fc, everywhere, input_gradient=False)
+            + self.midlayer.flops(everywhere + outputs - len(rows[0]), outputs, int(sum(depth[r].sum() for r in rows)))
+            + linear_flops(self.lm_head, outputs)
+            + 2 * len(labels.label) * teacher_head.numel()
+        )
 
     @torch.no_grad()
     def greedy_drafts(self, batch: Batch, features: TargetFeatures, num_draft_tokens: int) -> Tensor:
@@ -259,6 +285,7 @@ class _TTTAttend:
         self.own_keys = [keys.index_select(1, kept) for keys in self.own_keys]
         self.own_values = [values.index_select(1, kept) for values in self.own_values]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # blocks follow the documents: nothing to trace
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if self.shared is None:
             self.shared = keys, values

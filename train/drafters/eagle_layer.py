@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from train.drafters.flops import attention_flops, linear_flops
 from train.drafters.layers import RMSNorm, feed_forward, rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -70,6 +71,13 @@ class EagleLayer(nn.Module):
         stream = residual + self.self_attn["o_proj"](mixed)
         output: Tensor = stream + self.mlp(self.post_attention_layernorm(stream))
         return output
+
+    def flops(self, key_rows: int, query_rows: int, pairs: int) -> int:
+        """Training FLOPs of `query_rows` outputs over `key_rows` keys and values, that look at `pairs` of them."""
+        rows = {"k_proj": key_rows, "v_proj": key_rows}
+        linear = [(name, part) for name, part in self.named_modules() if isinstance(part, nn.Linear)]
+        products = (linear_flops(part, rows.get(name.rpartition(".")[2], query_rows)) for name, part in linear)
+        return sum(products) + attention_flops(pairs, self.num_heads * self.head_dim)
 
     def _heads(self, projected: Tensor, num_heads: int) -> Tensor:
         return projected.view(*projected.shape[:-1], num_heads, self.head_dim).transpose(0, 1)  # (heads, R, E)

@@ -1,27 +1,30 @@
-"""Distillation losses over the draft vocabulary, computed chunk by chunk from hidden states.
+"""Distillation losses between the target's distribution p and the drafter's q, with their gradients in closed form.
 
-The teacher is the target's distribution p_{j-1} over token x_j, the student the drafter's distribution q. No tensor of
-(tokens x vocabulary) ever exists: labels are taken in chunks, the teacher's part of a chunk is computed once and serves
-every step that predicts these labels, and gradients with respect to hidden states and LM head are formed while the
-chunk's logits are at hand (as Liger Kernel does for cross-entropy), so nothing is recomputed.
+Row by row, z the draft logits, over the draft vocabulary; p~ is p renormalised to it, alpha = sum_v min(p_v, q_v) the
+probability that verification accepts a draft (so p itself, not p~):
 
-Shape letters: R = rows of a chunk, N = labels, D = hidden size, V / Vd = target / draft vocabulary, S = steps.
+    kind         loss                                             d loss / dz
+    soft_ce      -sum p~ log q                                    q - p~
+    kl           sum p~ (log p~ - log q)                          q - p~
+    reverse_kl   sum q (log q - log p~)                           q (log q - log p~ - loss)
+    jsd          (KL(p~ | m) + KL(q | m)) / 2,  m = (p~ + q) / 2  q (log q/m - sum q log q/m) / 2
+    tv           1 - alpha, the total variation of p and q        -a,  a = d alpha/dz = q (1[q < p] - sum_{q<p} q)
+    lk_alpha     -log alpha                                       -a / alpha
+    lk_lambda    w kl + (1 - w)(1 - alpha),                       w (q - p~) - (1 - w) a
+                 w = min(1, s exp(-decay alpha)), held constant
+
+The last two are LK losses (arXiv:2602.23881). Shape letters: R = rows, V / Vd = target / draft vocabulary.
 """
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
-from train.drafters.rows import ChainLabels
-
-CHUNK_ROWS = 256
-"""Labels per chunk: large enough for efficient matrix products, small enough that R x Vd stays near a core's cache."""
-
-LossKind = Literal["soft_ce", "kl", "lk_alpha", "lk_lambda"]
+LossKind = Literal["soft_ce", "kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda"]
 
 
 @dataclass(frozen=True)
@@ -38,20 +41,13 @@ class LossSettings:
     """(S,) weight of each step's loss."""
     keep_ratio: float
     """Step k is taught on this share ** k of its labels, chosen at random (`chain_labels`), and weighted up by it."""
+    compiled: bool
+    """Let torch.compile fuse the formulas."""
 
-
-@dataclass(frozen=True)
-class Teacher:
-    """Where the teacher's distributions come from."""
-
-    hidden: Tensor
-    """(rows, D) after the target's final norm, flattened."""
-    lm_head: Tensor
-    """(V, D)."""
-    draft_head: Tensor
-    """(Vd, D): the rows of lm_head that the drafter can propose."""
-    draft_to_target_ids: Tensor
-    """(Vd,) int64."""
+    @property
+    def needs_whole_vocabulary(self) -> bool:
+        """Whether the teacher's logits outside the draft vocabulary matter."""
+        return self.mask_out_of_vocab or self.kind in ("tv", "lk_alpha", "lk_lambda")
 
 
 @dataclass(frozen=True)
@@ -60,10 +56,12 @@ class TeacherChunk:
 
     renormalised: Tensor
     """(R, Vd) float32: softmax restricted to the draft vocabulary."""
-    entropy: Tensor
-    """(R,) float32: of the renormalised distribution, in nats."""
-    probs: Tensor | None
-    """(R, Vd) float32: the same entries of the softmax over the whole vocabulary; None if the loss needs none."""
+    logits: Tensor
+    """(R, Vd), in the precision that they were computed in: log p~ = logits - lse."""
+    lse: Tensor
+    """(R,) float32: log-sum-exp of `logits`."""
+    mass: Tensor | None
+    """(R,) float32: probability of the draft vocabulary under the whole softmax; None if the loss needs none."""
     best: Tensor
     """(R,) int64: the most likely draft token."""
     counts: Tensor
@@ -73,48 +71,18 @@ class TeacherChunk:
         """The same of some of the labels."""
         return TeacherChunk(
             renormalised=self.renormalised.index_select(0, members),
-            entropy=self.entropy[members],
-            probs=None if self.probs is None else self.probs.index_select(0, members),
+            logits=self.logits.index_select(0, members),
+            lse=self.lse[members],
+            mass=None if self.mass is None else self.mass[members],
             best=self.best[members],
             counts=self.counts[members],
         )
 
 
-def teacher_chunk(teacher: Teacher, rows: Tensor, settings: LossSettings) -> TeacherChunk:
-    """Compute the teacher's distributions at flattened `rows` (R,)."""
-    hidden = teacher.hidden.index_select(0, rows)
-    counts = torch.ones_like(rows, dtype=torch.bool)
-    mass = None
-    if settings.mask_out_of_vocab or settings.kind in ("lk_alpha", "lk_lambda"):
-        all_logits = torch.nn.functional.linear(hidden, teacher.lm_head).float()  # (R, V)
-        logits = all_logits.index_select(1, teacher.draft_to_target_ids)
-        if settings.mask_out_of_vocab:
-            counts = all_logits.amax(dim=-1) <= logits.amax(dim=-1)
-        mass = (logits.logsumexp(dim=-1) - all_logits.logsumexp(dim=-1)).exp()  # (R,) of the draft vocabulary
-    else:
-        logits = torch.nn.functional.linear(hidden, teacher.draft_head).float()
-    renormalised, lse, _ = _softmax(logits)
-    return TeacherChunk(
-        renormalised=renormalised,
-        entropy=lse - (renormalised * logits).sum(dim=-1),
-        probs=None if mass is None else renormalised * mass[:, None],
-        best=logits.argmax(dim=-1),
-        counts=counts,
-    )
-
-
 def loss_and_gradient(
     draft_logits: Tensor, teacher: TeacherChunk, settings: LossSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss of each row and its gradient with respect to the draft logits, in closed form.
-
-    With q = softmax(z), p~ the renormalised and p the full teacher probabilities, alpha = sum_v min(p_v, q_v):
-
-        soft_ce    -sum p~ log q                         d/dz = q - p~
-        kl         sum p~ (log p~ - log q)               d/dz = q - p~
-        lk_alpha   -log alpha                            d/dz = -a / alpha,  a = d alpha/dz = q (1[q<p] - sum_{q<p} q)
-        lk_lambda  w kl + (1 - w)(1 - alpha),            d/dz = w (q - p~) - (1 - w) a
-                   w = min(1, s exp(-decay alpha)), held constant (LK losses, arXiv:2602.23881)
+    """Loss of each row and its gradient with respect to the draft logits; see the module's docstring.
 
     Args:
         draft_logits: (R, Vd) float32.
@@ -125,27 +93,50 @@ def loss_and_gradient(
         (R,) losses, (R, Vd) gradients (masked rows are not zeroed here) and (R,) whether the student's most likely
         draft token is the teacher's.
     """
-    target = teacher.renormalised
-    q, lse, top = _softmax(draft_logits)
+    q, lse, top = softmax(draft_logits)
     matches = draft_logits.gather(1, teacher.best[:, None]).squeeze(1) == top
-    soft_ce = lse - (target * draft_logits).sum(dim=-1)  # -sum p~ (z - lse); as a product autocast would round it
-    if settings.kind == "soft_ce":
-        return soft_ce, q.sub_(target), matches
-    kl = soft_ce - teacher.entropy
+    if settings.kind == "soft_ce":  # -sum p~ (z - lse)
+        return lse - dot(teacher.renormalised, draft_logits), q.sub_(teacher.renormalised), matches
+    shift = (lse - teacher.lse)[:, None]
+    log_ratio = teacher.logits - draft_logits + shift  # log p~ - log q, without the rounding of either logarithm
+    if settings.kind == "reverse_kl":
+        loss = -dot(q, log_ratio)
+        return loss, q.mul_(-log_ratio - loss[:, None]), matches
+    if settings.kind == "jsd":
+        loss, gradient = _jsd(q, log_ratio, teacher)
+        return loss, gradient, matches
+    kl = dot(teacher.renormalised, log_ratio)
     if settings.kind == "kl":
-        return kl, q.sub_(target), matches
-    assert teacher.probs is not None  # teacher_chunk computes them for the LK losses
-    alpha = torch.minimum(teacher.probs, q).sum(dim=-1).clamp_min(torch.finfo(q.dtype).tiny)
-    below = q * (q < teacher.probs)
+        return kl, q.sub_(teacher.renormalised), matches
+    loss, gradient = _of_acceptance(q, kl, teacher, settings)
+    return loss, gradient, matches
+
+
+def _jsd(q: Tensor, log_ratio: Tensor, teacher: TeacherChunk) -> tuple[Tensor, Tensor]:
+    """With r = log p~/q:  log q/m = log 2 - log(1 + e^r),  log p~/m = log 2 - log(1 + e^-r)."""
+    log_2 = math.log(2)
+    of_q, of_p = log_2 - softplus(log_ratio), log_2 - softplus(-log_ratio)
+    divergence = dot(q, of_q)
+    return (dot(teacher.renormalised, of_p) + divergence) / 2, q * (of_q - divergence[:, None]) / 2
+
+
+def _of_acceptance(q: Tensor, kl: Tensor, teacher: TeacherChunk, settings: LossSettings) -> tuple[Tensor, Tensor]:
+    """tv, lk_alpha and lk_lambda."""
+    assert teacher.mass is not None  # `needs_whole_vocabulary`
+    probs = teacher.renormalised * teacher.mass[:, None]
+    alpha = torch.minimum(probs, q).sum(dim=-1).clamp_min(torch.finfo(q.dtype).tiny)
+    below = q * (q < probs)
     alpha_gradient = below - q * below.sum(dim=-1, keepdim=True)
+    if settings.kind == "tv":
+        return 1 - alpha, -alpha_gradient
     if settings.kind == "lk_alpha":
-        return -alpha.log(), -alpha_gradient / alpha[:, None], matches
+        return -alpha.log(), -alpha_gradient / alpha[:, None]
     weight = (settings.lk_scale * torch.exp(-settings.lk_decay * alpha)).clamp(max=1)
-    gradient = weight[:, None] * (q - target) - (1 - weight)[:, None] * alpha_gradient
-    return weight * kl + (1 - weight) * (1 - alpha), gradient, matches
+    gradient = weight[:, None] * (q - teacher.renormalised) - (1 - weight)[:, None] * alpha_gradient
+    return weight * kl + (1 - weight) * (1 - alpha), gradient
 
 
-def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Softmax (R, V), log-sum-exp (R,) and maximum (R,) of (R, V) logits, in passes that are cheap on a CPU, where
     `logsumexp` and `argmax` cost more than the softmax."""
     top = logits.amax(dim=-1)
@@ -153,92 +144,6 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return probs, top - probs.amax(dim=-1).log(), top  # the largest probability is exp(top - lse), at least 1 / V
 
 
-def _chunks(labels: ChainLabels) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-    """Cut the labels into chunks: start, end, and for each step the part of `labels.taught[step]` that lies between."""
-    num_labels = len(labels.label)
-    borders = torch.arange(0, num_labels + CHUNK_ROWS, CHUNK_ROWS, device=labels.label.device).clamp_max(num_labels)
-    cuts = [torch.searchsorted(taught, borders).tolist() for taught in labels.taught]
-    for index, (start, end) in enumerate(pairwise(borders.tolist())):
-        yield start, end, [(cut[index], cut[index + 1]) for cut in cuts]
-
-
-class _ChunkedDistillation(torch.autograd.Function):
-    """Sum over steps and labels of step_weight * token_weight * loss; see the module's docstring."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        head: Tensor,
-        teacher: Teacher,
-        labels: ChainLabels,
-        token_weights: Tensor,
-        settings: LossSettings,
-        *hidden: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        num_steps = len(hidden)
-        compute_head = head.to(hidden[0].dtype)
-        hidden_gradients = [torch.empty_like(rows) for rows in hidden]
-        head_gradient = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[0] else None
-        losses = torch.zeros(num_steps, dtype=torch.float32, device=head.device)
-        matches = torch.zeros_like(losses)
-        for start, end, parts in _chunks(labels):
-            chunk = teacher_chunk(teacher, labels.label[start:end] - 1, settings)
-            weights = token_weights[labels.label[start:end]] * chunk.counts  # (R,)
-            for step, (first, last) in enumerate(parts):
-                if first == last:
-                    continue
-                members = labels.taught[step][first:last] - start
-                taught = chunk if len(members) == end - start else chunk.select(members)
-                share = weights[members] / settings.keep_ratio**step
-                student = hidden[step][first:last]
-                logits = torch.nn.functional.linear(student, compute_head).float()
-                loss, gradient, matched = loss_and_gradient(logits, taught, settings)
-                matches[step] += (matched * share).sum()
-                losses[step] += (loss * share).sum()
-                # Each row's weight goes to the narrow side of the products.
-                share = (share * settings.step_weights[step])[:, None]
-                gradient = gradient.to(student.dtype)
-                hidden_gradients[step][first:last] = (gradient @ compute_head) * share
-                if head_gradient is not None:
-                    head_gradient += gradient.T @ (student * share).to(student.dtype)
-        ctx.save_for_backward(*hidden_gradients, *([] if head_gradient is None else [head_gradient]))
-        ctx.num_steps, ctx.head_dtype = num_steps, head.dtype
-        ctx.mark_non_differentiable(losses, matches)
-        total = (losses * losses.new_tensor(settings.step_weights)).sum()
-        return total, losses, matches
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        scale = upstream[0]
-        saved = ctx.saved_tensors
-        hidden_gradients = [gradient * scale.to(gradient.dtype) for gradient in saved[: ctx.num_steps]]
-        head_gradient = (saved[-1] * scale).to(ctx.head_dtype) if len(saved) > ctx.num_steps else None
-        return (head_gradient, None, None, None, None, *hidden_gradients)
-
-
-def chunked_distillation(
-    hidden: list[Tensor],
-    head: Tensor,
-    teacher: Teacher,
-    labels: ChainLabels,
-    token_weights: Tensor,
-    settings: LossSettings,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Distil the teacher into all steps of a chain drafter.
-
-    Args:
-        hidden: S tensors (N_k, D), after the drafter's final norm; step k's output at `labels.rows(k)`.
-        head: (Vd, D), the drafter's LM head.
-        teacher: the target.
-        labels: which rows predict which tokens.
-        token_weights: (rows,) float32, each token's share in the global loss.
-        settings: which loss.
-
-    Returns:
-        total loss (scalar, differentiable with respect to `hidden` and `head`), per-step losses (S,) without step
-        weights, per-step top-1 agreement with the teacher (S,), weighted like the loss.
-    """
-    result: tuple[Tensor, Tensor, Tensor] = _ChunkedDistillation.apply(  # type: ignore[no-untyped-call]
-        head, teacher, labels, token_weights, settings, *hidden
-    )
-    return result
+def dot(left: Tensor, right: Tensor) -> Tensor:
+    """(R, V) x (R, V) -> (R,) row by row; element-wise, because autocast would round a matrix product."""
+    return (left * right).sum(dim=-1)

@@ -90,14 +90,19 @@ class _BlockedTTT(torch.autograd.Function):
         grad = _by_key_head(gradients[0], len(keys))
         total = _dot(grad, out)  # D
         grad_query, grad_keys, grad_values = (torch.zeros_like(tensor) for tensor in (query, keys, values))
+        scratch = _Scratch(query)
         for block in _blocks(rows, ctx.spans):
-            probs = block.scores(query, keys, ctx.scale).sub_(block.take(lse)[..., None]).exp_()
+            scores = block.scores(query, keys, ctx.scale, scratch)
+            scores = scores.sub_(block.take(lse)[..., None]).exp_()
+            probs = scratch.take("probs", query.dtype, scores.shape).copy_(scores)
             grad_out = block.take(grad)
-            grad_values[:, block.keys] += probs.to(grad.dtype).mT @ grad_out
-            grad_scores = (grad_out @ values[:, block.keys].mT - block.take(total)[..., None]).mul_(probs)
-            grad_scores = grad_scores.mul_(ctx.scale).to(query.dtype)
+            grad_values[:, block.keys] += probs.mT @ grad_out
+            grad_scores = scratch.take("gradients", query.dtype, scores.shape)
+            torch.bmm(grad_out, values[:, block.keys].mT, out=grad_scores)
+            grad_scores.sub_(block.take(total).to(query.dtype)[..., None]).mul_(probs)
             block.put(grad_query, grad_scores @ keys[:, block.keys])
             grad_keys[:, block.keys] += grad_scores.mT @ block.take(query)
+        grad_query, grad_keys = grad_query.mul_(ctx.scale), grad_keys.mul_(ctx.scale)
         num_steps = len(diagonals) // 2
         key_gradients: list[Tensor] = []
         value_gradients: list[Tensor] = []
@@ -111,6 +116,22 @@ class _BlockedTTT(torch.autograd.Function):
         return (grad_query.flatten(0, 1), grad_keys, grad_values, None, None, *key_gradients, *value_gradients)
 
 
+class _Scratch:
+    """Memory that one block after the other writes its scores to: on a CPU, fresh pages for each would take as long as
+    the product."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._device = like.device
+        self._held: dict[str, Tensor] = {}
+
+    def take(self, purpose: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+        """A tensor of `shape` with arbitrary content; the same memory for the same purpose."""
+        held = self._held.get(purpose)
+        if held is None or len(held) < shape.numel():
+            self._held[purpose] = held = torch.empty(shape.numel(), dtype=dtype, device=self._device)
+        return held[: shape.numel()].view(shape)
+
+
 @dataclass(frozen=True)
 class _Block:
     """Some querying rows of one document, and the keys up to the last of them."""
@@ -118,13 +139,16 @@ class _Block:
     queries: slice
     keys: slice
     future: Tensor
-    """(q, L) bool: keys after each row."""
+    """(q, F) bool: which of the block's last F keys come after each row; the others come after none."""
 
-    def scores(self, query: Tensor, keys: Tensor, scale: float) -> Tensor:
+    def scores(self, query: Tensor, keys: Tensor, scale: float, scratch: "_Scratch") -> Tensor:
         """(G, S * q, L) of (G, S, Q, E) queries and (G, R, E) keys; -inf for keys after the row."""
         dtype = _accumulator(query.dtype)
-        scores = (self.take(query).to(dtype) * scale) @ keys[:, self.keys].to(dtype).mT
-        scores.view(*query.shape[:2], *self.future.shape).masked_fill_(self.future, float("-inf"))
+        asking, asked = self.take(query).to(dtype) * scale, keys[:, self.keys].to(dtype).mT
+        scores = scratch.take("scores", dtype, torch.Size((*asking.shape[:2], asked.shape[2])))
+        torch.bmm(asking, asked, out=scores)
+        late = scores.view(*query.shape[:2], len(self.future), -1)[..., -self.future.shape[1] :]
+        late.masked_fill_(self.future, float("-inf"))
         return scores
 
     def take(self, tensor: Tensor) -> Tensor:
@@ -142,11 +166,11 @@ def _blocks(rows: Tensor, spans: Spans) -> Iterator[_Block]:
     known = rows.tolist()
     for start, end in spans:
         first, last = bisect_left(known, start), bisect_left(known, end)
-        for begin in range(first, last, BLOCK_ROWS):
+        for begin in reversed(range(first, last, BLOCK_ROWS)):  # the longest first, for the scratch memory's sake
             stop = min(begin + BLOCK_ROWS, last)
             keys = slice(start, known[stop - 1] + 1)
-            columns = torch.arange(keys.start, keys.stop, device=rows.device)
-            yield _Block(queries=slice(begin, stop), keys=keys, future=columns > rows[begin:stop, None])
+            late = torch.arange(known[begin], keys.stop, device=rows.device)
+            yield _Block(queries=slice(begin, stop), keys=keys, future=late > rows[begin:stop, None])
 
 
 def _attend_in_blocks(
@@ -167,13 +191,14 @@ def _attend_in_blocks(
     """
     out = torch.zeros_like(query)
     lse = query.new_zeros(query.shape[:3], dtype=_accumulator(query.dtype))
+    scratch = _Scratch(query)
     for block in _blocks(rows, spans):
-        scores = block.scores(query, keys, scale)
-        top = scores.amax(dim=-1, keepdim=True)
-        weights = scores.sub_(top).exp_()
-        mass = weights.sum(dim=-1, keepdim=True)
-        block.put(out, weights.to(values.dtype) @ values[:, block.keys] / mass.to(values.dtype))
-        block.put(lse, (top + mass.log()).squeeze(-1))
+        scores = block.scores(query, keys, scale, scratch)
+        top = scores.amax(dim=-1)
+        torch.softmax(scores, dim=-1, out=scores)
+        probs = scratch.take("probs", query.dtype, scores.shape).copy_(scores)
+        block.put(out, probs @ values[:, block.keys])
+        block.put(lse, top - scores.amax(dim=-1).log())  # the largest probability is exp(top - lse)
     return out, lse
 
 

@@ -9,17 +9,18 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.batch import Batch
-from train.drafters import losses
-from train.drafters.losses import LossSettings, Teacher, TeacherChunk, chunked_distillation, loss_and_gradient
+from train.drafters import distillation
+from train.drafters.distillation import Teacher, chunked_distillation
+from train.drafters.losses import LossSettings, TeacherChunk, loss_and_gradient
 from train.drafters.rows import chain_labels
 
-KINDS = ["soft_ce", "kl", "lk_alpha", "lk_lambda"]
+KINDS = ["soft_ce", "kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda"]
 V, VD, D = 23, 11, 6
 DRAFT_IDS = torch.tensor([0, 1, 4, 5, 8, 9, 12, 15, 17, 20, 22])
 
 
 def settings_of(kind, mask_out_of_vocab=False, step_weights=(1.0,), scale=0.9, decay=3.0, keep_ratio=1.0):
-    return LossSettings(kind, scale, decay, mask_out_of_vocab, tuple(step_weights), keep_ratio)
+    return LossSettings(kind, scale, decay, mask_out_of_vocab, tuple(step_weights), keep_ratio, compiled=False)
 
 
 def naive_loss(kind, draft_logits, target_logits, draft_ids, scale=0.9, decay=3.0):
@@ -29,22 +30,29 @@ def naive_loss(kind, draft_logits, target_logits, draft_ids, scale=0.9, decay=3.
     p_tilde = p / p.sum(-1, keepdim=True)
     cross_entropy = -(p_tilde * q.log()).sum(-1)
     kl = cross_entropy + (p_tilde * p_tilde.log()).sum(-1)
+    mean = (p_tilde + q) / 2
     alpha = torch.minimum(p, q).sum(-1)
     weight = (scale * (-decay * alpha).exp()).detach()
     return {
         "soft_ce": cross_entropy,
         "kl": kl,
+        "reverse_kl": (q * (q / p_tilde).log()).sum(-1),
+        "jsd": ((p_tilde * (p_tilde / mean).log()).sum(-1) + (q * (q / mean).log()).sum(-1)) / 2,
+        # Total variation over the whole vocabulary, where q is 0 outside the draft vocabulary.
+        "tv": ((p - q).abs().sum(-1) + 1 - p.sum(-1)) / 2,
         "lk_alpha": -alpha.log(),
         "lk_lambda": weight * kl + (1 - weight) * (1 - alpha),
     }[kind]
 
 
 def chunk_of(target_logits, draft_ids):
-    renormalised = target_logits[:, draft_ids].softmax(-1)
+    logits = target_logits[:, draft_ids]
+    renormalised = logits.softmax(-1)
     return TeacherChunk(
         renormalised=renormalised,
-        entropy=torch.special.entr(renormalised).sum(-1),
-        probs=target_logits.softmax(-1)[:, draft_ids],
+        logits=logits,
+        lse=logits.logsumexp(-1),
+        mass=target_logits.softmax(-1)[:, draft_ids].sum(-1),
         best=renormalised.argmax(-1),
         counts=torch.ones(len(target_logits), dtype=torch.bool),
     )
@@ -158,7 +166,7 @@ def assert_relative(found, expected, limit=1e-6):
 @pytest.mark.parametrize("mask_out_of_vocab", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunked_equals_naive_with_gradients(monkeypatch, kind, mask_out_of_vocab, keep_ratio):
-    monkeypatch.setattr(losses, "CHUNK_ROWS", 4)  # 13 labels: three full chunks and a rest
+    monkeypatch.setattr(distillation, "CHUNK_ROWS", 4)  # 13 labels: three full chunks and a rest
     p = problem(["pppAAAAAA", "pAApAAA", "pp", "ppAAAA", "pAAA"], num_steps=3)
     assert len(chain_labels(p.batch, 3).label) == 13
     loss_settings = settings_of(kind, mask_out_of_vocab, (1.0, 0.7, 0.49), keep_ratio=keep_ratio)
@@ -226,7 +234,7 @@ class WidestLogits(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_tensor_of_all_labels_by_vocabulary_exists(monkeypatch, kind):
-    monkeypatch.setattr(losses, "CHUNK_ROWS", 8)
+    monkeypatch.setattr(distillation, "CHUNK_ROWS", 8)
     p = problem(["p" + "A" * 41], num_steps=3)
     with WidestLogits() as widest:
         chunked(p, settings_of(kind, True, (1.0,) * 3))[0].backward()

@@ -1,0 +1,80 @@
+"""Micro-batches with their features, one optimizer step ahead of the drafter.
+
+Worker processes collate the batches, where some are asked for. The features of the next step are launched before the
+drafter gets the current one: on a GPU in a stream of their own, so that target and drafter run side by side; a CPU
+computes them at once, and only the order differs.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from data.batch import Batch, TargetFeatures
+from data.features import FeatureStore
+from data.loader import MicroBatch, TrainingStream
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """One rank's part of an optimizer step."""
+
+    pairs: list[tuple[Batch, TargetFeatures]]
+    """Micro-batches on the target's device, with their features."""
+    target_seconds: float
+    """Spent on the features; on a GPU, on launching them."""
+
+
+class _Steps(Dataset[list[MicroBatch]]):
+    """Step number (0-based) -> this rank's micro-batches."""
+
+    def __init__(self, stream: TrainingStream, rank: int, world_size: int) -> None:
+        self.stream, self.rank, self.world_size = stream, rank, world_size
+
+    def __getitem__(self, step: int) -> list[MicroBatch]:
+        return self.stream.micro_batches(step, self.rank, self.world_size)
+
+
+def prepared_steps(
+    stream: TrainingStream, store: FeatureStore, first_step: int, rank: int, world_size: int
+) -> Iterator[PreparedStep]:
+    """This rank's steps from `first_step` (0-based) to the end of the run."""
+    device = store.target.device
+    beside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    loader = DataLoader(
+        _Steps(stream, rank, world_size),
+        batch_size=None,
+        sampler=range(first_step, stream.total_steps),
+        num_workers=stream.data.num_workers,
+    )
+    ahead: PreparedStep | None = None
+    for micro_batches in loader:
+        with torch.cuda.stream(beside):  # does nothing for None
+            following = _prepare(micro_batches, store)
+        if ahead is not None:
+            yield ahead
+        if beside is not None:
+            _hand_over(following, beside)
+        ahead = following
+    if ahead is not None:
+        yield ahead
+
+
+def _prepare(micro_batches: list[MicroBatch], store: FeatureStore) -> PreparedStep:
+    started = time.monotonic()
+    features = [store.features(micro_batch) for micro_batch in micro_batches]
+    seconds = time.monotonic() - started
+    batches = [micro_batch.batch.to(store.target.device) for micro_batch in micro_batches]
+    return PreparedStep(pairs=list(zip(batches, features, strict=True)), target_seconds=seconds)
+
+
+def _hand_over(step: PreparedStep, beside: torch.cuda.Stream) -> None:
+    """Let the current stream, which will use the step, wait for what `beside` still does for it."""
+    current = torch.cuda.current_stream()
+    current.wait_stream(beside)
+    for part in (part for pair in step.pairs for part in pair):
+        for tensor in vars(part).values():
+            if tensor is not None:
+                tensor.record_stream(current)

@@ -1,0 +1,213 @@
+"""Every fast path against its eager twin, which autograd differentiates: losses and gradients on random shapes.
+
+The twin runs in float64 and in the fast path's dtype. The fast path must agree with the former to 1e-6 relative in
+float32 and 1e-2 in bfloat16 (the gradient as one vector), but for the rounding that its twin has as well: where the
+student is nearly right, q - p loses its digits in any float32 implementation.
+"""
+
+import shutil
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.batch import Batch
+from train.drafters import distillation, ttt_attention
+from train.drafters.distillation import Teacher, chunked_distillation
+from train.drafters.losses import LossSettings
+from train.drafters.rows import chain_labels
+from train.drafters.ttt_attention import ttt_attention as fast_attention
+
+KINDS = ["soft_ce", "kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda"]
+LIMITS = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
+TWIN_ROUNDING = 4
+"""How much more of it than the twin."""
+
+documents = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=5)
+"""(prompt tokens, answer tokens) of each document: often without a label, or with one."""
+
+
+def assert_as_exact(fast, twin, exact, limit):
+    """Each a value and its gradients."""
+    (value, *gradients), (twin_value, *twin_gradients), (exact_value, *exact_gradients) = fast, twin, exact
+    assert [part.shape for part in gradients] == [part.shape for part in exact_gradients]
+    for found, of_twin, expected in (
+        (value, twin_value, exact_value),
+        (joined(gradients), joined(twin_gradients), joined(exact_gradients)),
+    ):
+        allowed = limit * expected.norm() + TWIN_ROUNDING * (of_twin.double() - expected).norm()
+        assert (found.double() - expected).norm() <= allowed
+
+
+def wide(tensor):
+    """At least float32."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def joined(parts):
+    return torch.cat([part.double().flatten() for part in parts])
+
+
+def batch_of(runs, generator):
+    lengths = torch.tensor([prompt + answer for prompt, answer in runs])
+    mask = torch.cat([torch.arange(prompt + answer) >= prompt for prompt, answer in runs])[None]
+    rows = int(lengths.sum())
+    return Batch(
+        input_ids=torch.zeros(1, rows, dtype=torch.int64),
+        position_ids=torch.cat([torch.arange(n) for n in lengths.tolist()])[None],
+        document_ids=torch.repeat_interleave(torch.arange(len(runs)), lengths)[None],
+        loss_mask=mask, token_weights=mask / max(int(mask.sum()), 1), uniforms=torch.rand(1, rows, generator=generator),
+    )  # fmt: skip
+
+
+def eager_losses(kind, student, teacher_logits, draft_ids, scale, decay):
+    """(N,) losses of (N, Vd) student and (N, V) teacher logits, unchunked."""
+    student, teacher_logits = (wide(logits) for logits in (student, teacher_logits))
+    log_q, p = student.log_softmax(-1), teacher_logits.softmax(-1)[:, draft_ids]
+    q, log_p = log_q.exp(), teacher_logits[:, draft_ids].log_softmax(-1)
+    mean = ((log_p.exp() + q) / 2).log()
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    alpha = torch.minimum(p, q).sum(-1)
+    weight = (scale * (-decay * alpha).exp()).clamp(max=1).detach()
+    return {
+        "soft_ce": -(log_p.exp() * log_q).sum(-1),
+        "kl": kl,
+        "reverse_kl": (q * (log_q - log_p)).sum(-1),
+        "jsd": (log_p.exp() * (log_p - mean) + q * (log_q - mean)).sum(-1) / 2,
+        "tv": 1 - alpha,
+        "lk_alpha": -alpha.log(),
+        "lk_lambda": weight * kl + (1 - weight) * (1 - alpha),
+    }[kind]
+
+
+def eager_distillation(hidden, head, teacher, labels, weights, chosen):
+    teacher_logits = teacher.hidden @ teacher.lm_head.T
+    total = head.sum() * 0 + sum(rows.sum() * 0 for rows in hidden)
+    for step, rows in enumerate(hidden):
+        label = labels.label[labels.taught[step]]
+        of_label = teacher_logits[label - 1]
+        losses = eager_losses(
+            chosen.kind, rows @ head.T, of_label, teacher.draft_to_target_ids, chosen.lk_scale, chosen.lk_decay
+        )
+        if chosen.mask_out_of_vocab:
+            known = of_label[:, teacher.draft_to_target_ids]
+            losses = losses * (known.amax(-1) == of_label.amax(-1))  # in bfloat16 two logits may tie
+        share = weights[label] * chosen.step_weights[step] / chosen.keep_ratio**step
+        total = total + (losses * share).sum()
+    return total
+
+
+@pytest.mark.parametrize("dtype", list(LIMITS))
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    runs=documents, steps=st.integers(1, 4), width=st.integers(1, 16), draft=st.integers(2, 20),
+    more=st.integers(0, 20), chunk=st.integers(1, 20), block=st.integers(1, 8), keep=st.sampled_from([1.0, 0.6]), masked=st.booleans(),
+    frozen=st.booleans(), seed=st.integers(0, 10**6),
+)  # fmt: skip
+@settings(max_examples=25, deadline=None)
+def test_distillation(kind, dtype, runs, steps, width, draft, more, chunk, block, keep, masked, frozen, seed):
+    generator = torch.Generator().manual_seed(seed)
+    batch = batch_of(runs, generator)
+    labels = chain_labels(batch, steps, keep)
+    draft_ids = torch.randperm(draft + more, generator=generator)[:draft].sort().values
+    lm_head = torch.randn(draft + more, width, generator=generator).to(dtype)
+    teacher = Teacher(
+        torch.randn(batch.input_ids.numel(), width, generator=generator).to(dtype),
+        lm_head,
+        lm_head[draft_ids],
+        draft_ids,
+    )
+    chosen = LossSettings(kind, 0.9, 3.0, masked, tuple(0.8**k for k in range(steps)), keep, compiled=False)
+    hidden = [torch.randn(len(taught), width, generator=generator).to(dtype) for taught in labels.taught]
+    head = torch.randn(draft, width, generator=generator).to(dtype)
+
+    def differentiated(run, dtype):
+        leaves = [rows.to(dtype).clone().requires_grad_() for rows in hidden]
+        own_head = head.to(dtype).clone().requires_grad_(not frozen)
+        own_teacher = Teacher(*(part.to(dtype) for part in list(vars(teacher).values())[:3]), draft_ids)
+        total = run(leaves, own_head, own_teacher, labels, batch.token_weights.flatten(), chosen)
+        total.backward()
+        return [total.detach(), *(leaf.grad for leaf in leaves), *([] if frozen else [own_head.grad])]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distillation, "CHUNK_ROWS", chunk)
+        patch.setattr(distillation, "CPU_BLOCK_ROWS", block)
+        fast = differentiated(lambda *arguments: chunked_distillation(*arguments)[0], dtype)
+    twin, exact = (differentiated(eager_distillation, precision) for precision in (dtype, torch.float64))
+    assert_as_exact(fast, twin, exact, LIMITS[dtype])
+
+
+def eager_attention(query, keys, values, own_keys, own_values, rows, spans):
+    """One softmax over the keys of step 0 and the diagonals."""
+    group = len(query) // len(keys)
+    document = torch.full((keys.shape[1],), -1)
+    for index, (start, end) in enumerate(spans):
+        document[start:end] = index
+    allowed = (torch.arange(keys.shape[1]) <= rows[:, None]) & (document[rows, None] == document)
+    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    scale = query.shape[-1] ** -0.5
+    scores = [wide(query @ keys.mT).masked_fill(~allowed, float("-inf"))]
+    scores += [(wide(query) * own.repeat_interleave(group, 0)).sum(-1, keepdim=True) for own in own_keys]
+    probs = (torch.cat(scores, dim=-1) * scale).softmax(-1)
+    out = probs[..., : keys.shape[1]].to(query.dtype) @ values
+    for index, own in enumerate(own_values):
+        out = out + probs[..., keys.shape[1] + index, None].to(query.dtype) * own.repeat_interleave(group, 0)
+    return out
+
+
+@pytest.mark.parametrize("dtype", list(LIMITS))
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4), heads=st.integers(1, 3), group=st.integers(1, 3),
+    size=st.sampled_from([2, 8, 16]), steps=st.integers(0, 3), block=st.integers(1, 9), asking=st.floats(0, 1),
+    seed=st.integers(0, 10**6),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_attention(dtype, lengths, heads, group, size, steps, block, asking, seed):
+    generator = torch.Generator().manual_seed(seed)
+    borders = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    rows = torch.nonzero(torch.rand(borders[-1], generator=generator) <= asking).flatten()
+    spans = list(pairwise(borders))
+
+    def draw(*shape):
+        return torch.randn(*shape, size, generator=generator).to(dtype)
+
+    given_ones = [draw(heads * group, len(rows)), draw(heads, borders[-1]), draw(heads, borders[-1])]
+    given_ones += [draw(heads, len(rows)) for _ in range(2 * steps)]
+    upstream = draw(heads * group, len(rows))
+
+    def differentiated(run, dtype):
+        leaves = [tensor.to(dtype).clone().requires_grad_() for tensor in given_ones]
+        out = run(*leaves[:3], leaves[3 : 3 + steps], leaves[3 + steps :], rows, spans)
+        out.backward(upstream.to(dtype))
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ttt_attention, "BLOCK_ROWS", block)
+        fast = differentiated(fast_attention, dtype)
+    twin, exact = (differentiated(eager_attention, precision) for precision in (dtype, torch.float64))
+    assert_as_exact(fast, twin, exact, LIMITS[dtype])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("kind", ["kl", "lk_lambda"])
+def test_compiled_formulas_are_the_eager_ones(kind):
+    generator = torch.Generator().manual_seed(0)
+    batch = batch_of([(2, 9), (1, 5)], generator)
+    labels = chain_labels(batch, 2)
+    draft_ids = torch.arange(0, 30, 2)
+    lm_head = torch.randn(30, 8, generator=generator)
+    teacher = Teacher(torch.randn(17, 8, generator=generator), lm_head, lm_head[draft_ids], draft_ids)
+    hidden = [torch.randn(len(taught), 8, generator=generator) for taught in labels.taught]
+    found = []
+    for compiled in (False, True):
+        chosen = LossSettings(kind, 0.9, 3.0, False, (1.0, 0.5), 1.0, compiled)
+        leaves = [rows.clone().requires_grad_() for rows in hidden]
+        total = chunked_distillation(
+            leaves, teacher.draft_head, teacher, labels, batch.token_weights.flatten(), chosen
+        )[0]
+        total.backward()
+        found.append(torch.cat([total.detach()[None], *(leaf.grad.flatten() for leaf in leaves)]))
+    eager, fused = found
+    assert (fused - eager).norm() <= 1e-6 * eager.norm()

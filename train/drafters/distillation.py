@@ -1,0 +1,186 @@
+"""Distillation over the draft vocabulary, computed chunk by chunk from hidden states.
+
+The teacher is the target's distribution p_{j-1} over token x_j, the student the drafter's distribution q. No tensor of
+(tokens x vocabulary) ever exists: labels are taken in chunks, the teacher's part of a chunk is computed once and serves
+every step that predicts these labels, and gradients with respect to hidden states and LM head are formed while the
+chunk's logits are at hand (as Liger Kernel does for cross-entropy), so nothing is recomputed. The gradient takes the
+logits' own memory.
+
+Shape letters: R = rows of a chunk, N = labels, D = hidden size, V / Vd = target / draft vocabulary, S = steps.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from train.drafters.losses import LossSettings, TeacherChunk, loss_and_gradient, softmax
+from train.drafters.rows import ChainLabels
+
+CHUNK_ROWS = 256
+"""Labels per chunk: large enough for efficient matrix products."""
+CPU_BLOCK_ROWS = 32
+"""On a CPU the formulas take so many rows at once: a block of logits stays in a core's cache from pass to pass."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Where the teacher's distributions come from."""
+
+    hidden: Tensor
+    """(rows, D) after the target's final norm, flattened."""
+    lm_head: Tensor
+    """(V, D)."""
+    draft_head: Tensor
+    """(Vd, D): the rows of lm_head that the drafter can propose."""
+    draft_to_target_ids: Tensor
+    """(Vd,) int64."""
+
+
+def teacher_chunk(teacher: Teacher, rows: Tensor, settings: LossSettings) -> TeacherChunk:
+    """Compute the teacher's distributions at flattened `rows` (R,)."""
+    whole = settings.needs_whole_vocabulary
+    hidden = teacher.hidden.index_select(0, rows)
+    all_logits = torch.nn.functional.linear(hidden, teacher.lm_head if whole else teacher.draft_head)
+    logits = all_logits.index_select(1, teacher.draft_to_target_ids) if whole else all_logits
+    found = TeacherChunk(
+        renormalised=torch.empty_like(logits, dtype=torch.float32),
+        logits=logits,
+        lse=hidden.new_empty(len(rows), dtype=torch.float32),
+        mass=hidden.new_empty(len(rows), dtype=torch.float32) if whole else None,
+        best=torch.empty_like(rows),
+        counts=torch.ones_like(rows, dtype=torch.bool),
+    )
+    for block in _blocks(len(rows), rows.device):
+        known = logits[block].float()
+        found.renormalised[block], lse, top = softmax(known)
+        found.lse[block] = lse
+        found.best[block] = known.argmax(dim=-1)
+        if found.mass is not None:
+            found.mass[block] = (lse - all_logits[block].float().logsumexp(dim=-1)).exp()
+        if settings.mask_out_of_vocab:
+            found.counts[block] = all_logits[block].amax(dim=-1) <= top
+    return found
+
+
+def _blocks(rows: int, device: torch.device) -> Iterator[slice]:
+    """Cut the rows of a chunk into what the formulas take at once."""
+    size = CPU_BLOCK_ROWS if device.type == "cpu" else max(rows, 1)
+    for start in range(0, rows, size):
+        yield slice(start, min(start + size, rows))
+
+
+def _chunks(labels: ChainLabels) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+    """Cut the labels into chunks: start, end, and for each step the part of `labels.taught[step]` that lies between."""
+    num_labels = len(labels.label)
+    borders = torch.arange(0, num_labels + CHUNK_ROWS, CHUNK_ROWS, device=labels.label.device).clamp_max(num_labels)
+    cuts = [torch.searchsorted(taught, borders).tolist() for taught in labels.taught]
+    for index, (start, end) in enumerate(pairwise(borders.tolist())):
+        yield start, end, [(cut[index], cut[index + 1]) for cut in cuts]
+
+
+@cache
+def _compiled_formulas() -> Any:
+    return torch.compile(loss_and_gradient, dynamic=True)
+
+
+def _replace_by_gradient(
+    logits: Tensor, members: Tensor, teacher: TeacherChunk, settings: LossSettings
+) -> tuple[Tensor, Tensor]:
+    """Turn draft logits (N, Vd) of some labels (N,) of a chunk into their gradient, in place.
+
+    Returns:
+        (N,) float32 losses, (N,) float32 matches.
+    """
+    formulas = _compiled_formulas() if settings.compiled else loss_and_gradient
+    losses = logits.new_empty(len(logits), dtype=torch.float32)
+    matches = torch.empty_like(losses)
+    for block in _blocks(len(logits), logits.device):
+        part = teacher.select(members[block])
+        losses[block], gradient, matches[block] = formulas(logits[block].float(), part, settings)
+        logits[block] = gradient
+    return losses, matches
+
+
+class _ChunkedDistillation(torch.autograd.Function):
+    """Sum over steps and labels of step_weight * token_weight * loss; see the module's docstring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: Tensor,
+        teacher: Teacher,
+        labels: ChainLabels,
+        token_weights: Tensor,
+        settings: LossSettings,
+        *hidden: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        num_steps = len(hidden)
+        compute_head = head.to(hidden[0].dtype)
+        hidden_gradients = [torch.empty_like(rows) for rows in hidden]
+        head_gradient = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[0] else None
+        losses = torch.zeros(num_steps, dtype=torch.float32, device=head.device)
+        matches = torch.zeros_like(losses)
+        for start, end, parts in _chunks(labels):
+            chunk = teacher_chunk(teacher, labels.label[start:end] - 1, settings)
+            weights = token_weights[labels.label[start:end]] * chunk.counts  # (R,)
+            for step, (first, last) in enumerate(parts):
+                if first == last:
+                    continue
+                members = labels.taught[step][first:last] - start
+                student = hidden[step][first:last]
+                logits = torch.nn.functional.linear(student, compute_head)
+                loss, matched = _replace_by_gradient(logits, members, chunk, settings)
+                share = weights[members] / settings.keep_ratio**step
+                matches[step] += (matched * share).sum()
+                losses[step] += (loss * share).sum()
+                # Each row's weight goes to the narrow side of the products.
+                share = (share * settings.step_weights[step])[:, None]
+                hidden_gradients[step][first:last] = (logits @ compute_head) * share
+                if head_gradient is not None:
+                    head_gradient += logits.T @ (student * share).to(student.dtype)
+        ctx.save_for_backward(*hidden_gradients, *([] if head_gradient is None else [head_gradient]))
+        ctx.num_steps, ctx.head_dtype = num_steps, head.dtype
+        ctx.mark_non_differentiable(losses, matches)
+        total = (losses * losses.new_tensor(settings.step_weights)).sum()
+        return total, losses, matches
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scale = upstream[0]
+        saved = ctx.saved_tensors
+        hidden_gradients = [gradient * scale.to(gradient.dtype) for gradient in saved[: ctx.num_steps]]
+        head_gradient = (saved[-1] * scale).to(ctx.head_dtype) if len(saved) > ctx.num_steps else None
+        return (head_gradient, None, None, None, None, *hidden_gradients)
+
+
+def chunked_distillation(
+    hidden: list[Tensor],
+    head: Tensor,
+    teacher: Teacher,
+    labels: ChainLabels,
+    token_weights: Tensor,
+    settings: LossSettings,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Distil the teacher into all steps of a chain drafter.
+
+    Args:
+        hidden: S tensors (N_k, D), after the drafter's final norm; step k's output at `labels.rows(k)`.
+        head: (Vd, D), the drafter's LM head.
+        teacher: the target.
+        labels: which rows predict which tokens.
+        token_weights: (rows,) float32, each token's share in the global loss.
+        settings: which loss.
+
+    Returns:
+        total loss (scalar, differentiable with respect to `hidden` and `head`), per-step losses (S,) without step
+        weights, per-step top-1 agreement with the teacher (S,), weighted like the loss.
+    """
+    result: tuple[Tensor, Tensor, Tensor] = _ChunkedDistillation.apply(  # type: ignore[no-untyped-call]
+        head, teacher, labels, token_weights, settings, *hidden
+    )
+    return result

@@ -1,0 +1,24 @@
+"""FLOPs of a drafter's training step: the matrix products that its formulas need, two per multiply-add.
+
+What is counted, for a product of R rows with a weight of P elements:
+
+    forward                     2 R P
+    gradient of the input       2 R P     unless nothing before it is trained
+    gradient of the weight      2 R P     unless it is frozen
+
+Attention of H heads of size E that looks at N (row, key) pairs: 2 products forward and 4 backward, 2 H E N each. Not
+counted: what an implementation computes twice to save memory (blocked attention makes its scores anew), keys that it
+looks at in vain, the one dot product per row of each earlier draft step, and everything element-wise.
+"""
+
+from torch import nn
+
+
+def linear_flops(layer: nn.Linear, rows: int, input_gradient: bool = True) -> int:
+    """Training FLOPs of `rows` rows through `layer`."""
+    return 2 * rows * layer.weight.numel() * (1 + input_gradient + layer.weight.requires_grad)
+
+
+def attention_flops(pairs: int, width: int) -> int:
+    """Training FLOPs of attention over `pairs` of query row and key, with `width` = heads * head size."""
+    return 6 * 2 * width * pairs

@@ -1,0 +1,71 @@
+"""How close a step comes to the machine's limit.
+
+Model FLOPs utilisation (PaLM, arXiv:2204.02311, appendix B) = FLOPs that the step's formulas need / (seconds * rate),
+where the rate is not a data sheet's but what one large matrix product reaches on this machine, in the run's precision.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PROBE_SECONDS = 0.3
+"""Long enough for a few dozen products on a CPU, and for a GPU to raise its clock."""
+
+
+def matmul_flops_per_second(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> float:
+    """The best of several products of a feed-forward layer's shape.
+
+    Args:
+        device: where.
+        dtype: of both factors.
+        rows: tokens of a micro-batch.
+        width: hidden size; the layer is four times as wide.
+
+    Returns:
+        FLOP/s.
+    """
+    left = torch.randn(rows, width, device=device, dtype=dtype)
+    weight = torch.randn(4 * width, width, device=device, dtype=dtype)
+    best, begin = float("inf"), time.perf_counter()
+    while time.perf_counter() - begin < PROBE_SECONDS:
+        synchronize(device)
+        started = time.perf_counter()
+        torch.nn.functional.linear(left, weight)
+        synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2 * rows * weight.numel() / best
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what was launched on `device`; a CPU has done it already."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass
+class Usage:
+    """What some steps took, and what the drafter's part of them needed."""
+
+    seconds: float = 0.0
+    target_seconds: float = 0.0
+    drafter_seconds: float = 0.0
+    flops: int = 0
+    """Of the drafter's training, by its own formula."""
+
+    def add(self, other: "Usage") -> None:
+        """Count `other` in."""
+        self.seconds += other.seconds
+        self.target_seconds += other.target_seconds
+        self.drafter_seconds += other.drafter_seconds
+        self.flops += other.flops
+
+    def report(self, matmul_rate: float) -> dict[str, Any]:
+        """Model FLOPs utilisation of the drafter's part at `matmul_rate` FLOP/s, and the share of time of each part:
+        what target and drafter leave is data and reporting."""
+        target, drafter = self.target_seconds / self.seconds, self.drafter_seconds / self.seconds
+        return {
+            "mfu": self.flops / (self.drafter_seconds * matmul_rate),
+            "time_share": {"target": target, "drafter": drafter, "other": 1 - target - drafter},
+        }
