@@ -4,19 +4,21 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import Field
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
-from conf import config
+from conf import InputError, config
 
 
 @config
 class OptimConfig:
     """Values: conf/optim/*.yaml."""
 
-    name: Literal["adamw", "muon"]
-    """muon: DeepSpeed's Muon for the matrices, AdamW for norms and LM head."""
+    name: Literal["adamw", "adamw_8bit", "muon"]
+    """adamw_8bit: bitsandbytes' AdamW, whose two states take a byte per element and not four.
+    muon: DeepSpeed's Muon for the matrices, AdamW for norms and LM head."""
     lr: float = Field(gt=0)
     """Peak learning rate of AdamW's parameters."""
     muon_lr: float = Field(gt=0)
@@ -38,12 +40,32 @@ class OptimConfig:
     """Largest norm of the global gradient; 0 does not clip. Unused by muon, whose update has a norm of its own."""
 
 
+def adamw_8bit(optim: OptimConfig) -> Callable[[list[Parameter]], Optimizer]:
+    """A function from parameters to bitsandbytes' 8-bit AdamW.
+
+    Raises:
+        InputError: if bitsandbytes is not installed.
+    """
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise InputError("optim=adamw_8bit needs bitsandbytes: pip install 'outrider[8bit]'") from error
+
+    def make(parameters: list[Parameter]) -> Optimizer:
+        optimizer: Optimizer = AdamW8bit(
+            parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+        )
+        return optimizer
+
+    return make
+
+
 def deepspeed_optimizer(optim: OptimConfig) -> dict[str, Any]:
-    """The `optimizer` section of a DeepSpeed config."""
+    """The `optimizer` section of a DeepSpeed config, for those that DeepSpeed makes itself."""
     # torch_adam: DeepSpeed's own AdamW would be compiled at first use.
     adam = {"betas": list(optim.betas), "eps": optim.eps, "weight_decay": optim.weight_decay, "torch_adam": True}
-    if optim.name == "adamw":
-        return {"type": "AdamW", "params": {"lr": optim.lr, **adam}}
+    if optim.name == "adamw":  # fused: one pass over memory
+        return {"type": "AdamW", "params": {"lr": optim.lr, "fused": True, **adam}}
     return {
         "type": "Muon",
         "params": {

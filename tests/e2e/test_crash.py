@@ -19,7 +19,9 @@ from train.checkpoint import find_checkpoint, latest_checkpoint, read_manifest
 STEPS, EVERY = 8, 3
 COMMON = ("data.global_batch_packs=2", "epochs=4", f"checkpoint_every_steps={EVERY}", "keep_checkpoints=9")
 Args = Callable[..., list[str]]
-SETTINGS = [("adamw", "zero0", 1), ("muon", "zero0", 1), ("adamw", "zero2", 1), ("muon", "zero2", 2)]
+SETTINGS = [
+    ("adamw", "zero0", 1), ("adamw_8bit", "zero0", 1), ("muon", "zero0", 1), ("adamw", "zero2", 1), ("muon", "zero2", 2)
+]  # fmt: skip
 MOMENTS = {
     "inside DeepSpeed's files": ("train.engine.save_state", 2),
     "before the drafter's weights": ("train.checkpoint.save_file", 2),

@@ -137,3 +137,22 @@ def test_muon_steps_with_its_own_settings(muon_state: Any) -> None:
     )
     assert (list(groups[False]["betas"]), groups[False]["eps"]) == ([0.9, 0.95], 1e-8)
     assert groups[False]["weight_decay"] == 0.01
+
+
+def test_eight_bit_adamw_keeps_a_byte_per_element_and_trains(
+    launcher: Launcher, tiny_args: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    curves = {}
+    for name in ("adamw", "adamw_8bit"):
+        argv = tiny_args(tmp_path / name, f"optim={name}", "epochs=2", "data.global_batch_packs=1")
+        launcher("train", argv, tmp_path).succeeded()
+        curves[name] = [row["loss"] for row in rows(tmp_path / name)]
+    (path,) = (tmp_path / "adamw_8bit/checkpoints/latest").resolve().glob("engine/mp_rank_00_model_states.pt")
+    states = [
+        state.get("__bnb_optimizer_quant_state__", state)["state1"]
+        for state in load_state(path)["optimizer"]["state"].values()
+    ]
+    large = [state for state in states if state.numel() >= 4096]  # smaller ones stay float32
+    assert large and all(state.dtype == torch.uint8 for state in large)
+    assert curves["adamw_8bit"] == pytest.approx(curves["adamw"], rel=1e-2)
+    assert curves["adamw_8bit"] != curves["adamw"]
