@@ -54,7 +54,7 @@ def attention(
     elif attention_mask is not None and sliding_window is not None and distance is not None:
         attention_mask = attention_mask & (distance < sliding_window)
     if attention_mask is not None:
-        return _attend(query, key, value, scaling, attention_mask).transpose(1, 2), None
+        return grouped_attention(query, key, value, attention_mask, scaling).transpose(1, 2), None
     borders = [0, query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.tolist()
     out = torch.zeros_like(query)
     for start, end in pairwise(borders):
@@ -62,11 +62,25 @@ def attention(
         window = None
         if sliding_window is not None and end - start > sliding_window:
             window = _band(end - start, end - start, sliding_window, query.device)
-        out[:, :, rows] = _attend(query[:, :, rows], key[:, :, rows], value[:, :, rows], scaling, window)
+        out[:, :, rows] = grouped_attention(query[:, :, rows], key[:, :, rows], value[:, :, rows], window, scaling)
     return out.transpose(1, 2), None
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, mask: Tensor | None) -> Tensor:
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None
+) -> Tensor:
+    """Attention of query heads that share keys and values.
+
+    Args:
+        query: (B, H, M, E).
+        key: (B, G, L, E); H is a multiple of G.
+        value: (B, G, L, E).
+        mask: bool, broadcasts to (B, 1, M, L), True where a row may look; None: causal.
+        scaling: of the scores, 1 / sqrt(E) by default.
+
+    Returns:
+        (B, H, M, E).
+    """
     shape = query.shape
     share = shape[1] // key.shape[1]  # query heads of one key/value head
     if mask is None or share == 1 or shape[2] > FOLD_ROWS:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from data.attention import grouped_attention
 from data.batch import TargetFeatures
 from data.cache import KVBuffer, Slots, slots_after, step_mask, tree_mask
 from train.drafters.base import DraftState
@@ -115,7 +116,7 @@ class FedBackDrafter(SerialDrafter):
                 part.reshape(len(part), batch, num_rows, -1).transpose(0, 1) for part in (query, keys, values)
             )
             stored = state.kv.write(keys, values, slots)
-            mixed = nn.functional.scaled_dot_product_attention(query, *stored, attn_mask=mask, enable_gqa=True)
+            mixed = grouped_attention(query, *stored, mask)
             return mixed.transpose(0, 1).flatten(1, 2)  # (H, B * M, E)
 
         output = self._layer(next_ids.flatten(), hidden.flatten(0, 1), positions.flatten(), attend)
