@@ -6,7 +6,7 @@ VLLM_BIN := .venv-vllm/bin
 PEERS_BIN := .venv-peers/bin
 RUN := outputs/train/eagle3-smollm2
 
-.PHONY: demo test test-slow test-serving bench bench-decoder check format clean
+.PHONY: demo test test-slow test-serving bench bench-gpu bench-ablation bench-decoder check format clean
 .DEFAULT_GOAL := demo
 
 # torch first: a plain `torch` requirement would bring gigabytes of CUDA libraries to a machine without a GPU.
@@ -50,6 +50,12 @@ test-serving: $(BIN)/installed $(VLLM_BIN)/installed  ## real vLLM serves the ex
 
 bench: $(BIN)/installed $(PEERS_BIN)/installed  ## a training step beside speculators and SpecForge
 	$(BIN)/python -m tests.bench.training
+
+bench-ablation: $(BIN)/installed  ## what each choice of the demo's settings is worth
+	$(BIN)/python -m tests.bench.ablation
+
+bench-gpu: $(BIN)/installed  ## a training step on a GPU, on the shapes of Qwen3-8B
+	$(BIN)/python -m pytest -m gpu -s tests/bench
 
 bench-decoder: $(BIN)/installed  ## the decoder beside transformers, with the demo's head
 	$(BIN)/python -m tests.bench.decoder

@@ -9,54 +9,73 @@ from pathlib import Path
 
 import torch
 
-# SmolLM2-135M
-HIDDEN, AUX_LAYERS, VOCAB = 576, 3, 49152
 AUX_LAYER_IDS = (2, 15, 27)
+SMOLLM2_HIDDEN, SMOLLM2_VOCAB = 576, 49152
 
 
 def arguments() -> argparse.Namespace:
-    """Shape of a step, and the target's folder."""
+    """Shape of a step."""
     parser = argparse.ArgumentParser()
-    for name in ("target", "dtype"):
+    for name in ("model", "dtype"):
         parser.add_argument(f"--{name}", required=True)
     for name in ("tokens", "ttt-steps", "draft-vocab", "repeats"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--supervised", type=float, required=True, help="share of supervised tokens")
+    parser.add_argument("--row-keep-ratio", type=float, default=1.0, help="ours only")
+    parser.add_argument("--document", type=int, default=None, help="tokens of a document; all by default; ours only")
+    parser.add_argument("--packs", type=int, default=1, help="packs of so many tokens; ours only")
     chosen = parser.parse_args()
     torch.manual_seed(0)
     return chosen
 
 
-def features(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids (T,), auxiliary states (T, A * D) and last hidden states (T, D) of one document."""
-    ids = torch.randint(0, VOCAB, (tokens,))
-    aux = torch.randn(tokens, AUX_LAYERS * HIDDEN).bfloat16()
-    return ids, aux, torch.randn(tokens, HIDDEN).bfloat16()
+def features(
+    tokens: int, hidden: int = SMOLLM2_HIDDEN, vocab: int = SMOLLM2_VOCAB
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids (T,), auxiliary states (T, A * D) and last hidden states (T, D), noise."""
+    ids = torch.randint(0, vocab, (tokens,))
+    aux = torch.randn(tokens, len(AUX_LAYER_IDS) * hidden).bfloat16()
+    return ids, aux, torch.randn(tokens, hidden).bfloat16()
 
 
-def draft_ids(draft_vocab: int) -> torch.Tensor:
+def draft_ids(draft_vocab: int, vocab: int = SMOLLM2_VOCAB) -> torch.Tensor:
     """(Vd,) ascending ids."""
-    return torch.randperm(VOCAB)[:draft_vocab].sort().values
+    return torch.randperm(vocab)[:draft_vocab].sort().values
 
 
-def measure(step: Callable[[], None], repeats: int) -> None:
-    """Print seconds of each step, and by how much the first one raised the process's peak memory.
+def loss_mask(tokens: int, supervised: float) -> torch.Tensor:
+    """(T,) bool: a prompt, then the answer."""
+    return torch.arange(tokens) >= round(tokens * (1 - supervised))
 
-    The first step makes gradients and optimizer states, so these are in. Memory: the high-water mark of the resident
-    set, set back just before, minus the resident set then.
+
+def measure(step: Callable[[], object], repeats: int, flops: float = 0.0, rate: float = 1.0) -> None:
+    """Print seconds of each step, by how much the first one raised the process's peak memory, and the utilisation.
+
+    The first step makes gradients and optimizer states, so these are in. Memory on a CPU: the high-water mark of the
+    resident set, set back just before, minus the resident set then; on a GPU: the same of torch's allocator.
     """
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    else:
+        before = _status("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
     step()
-    peak = _status("VmHWM") - before
+    peak = (torch.cuda.max_memory_allocated() if gpu else _status("VmHWM")) - before
     seconds = []
     for _ in range(repeats):
         started = time.perf_counter()
         step()
+        if gpu:
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    print(json.dumps({"seconds": statistics.median(seconds), "fastest": min(seconds), "peak_mib": peak / 1024}))
+    typical = statistics.median(seconds)
+    found = {"seconds": typical, "fastest": min(seconds), "peak_mib": peak / 2**20, "mfu": flops / typical / rate}
+    print(json.dumps(found))
 
 
 def _status(key: str) -> int:
-    """KiB."""
+    """Bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(key)).split()[1])
+    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])

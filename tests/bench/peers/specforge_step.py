@@ -14,7 +14,7 @@ from typing import Any
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch
-from measure import VOCAB, arguments, draft_ids, features, measure
+from measure import SMOLLM2_VOCAB, arguments, draft_ids, features, loss_mask, measure
 from transformers import AutoConfig, AutoModelForCausalLM
 
 BLOCK = 256
@@ -77,13 +77,13 @@ def main() -> None:
 
     eagle3.LogSoftmaxLoss = BlockedLogSoftmaxLoss
     dtype = getattr(torch, chosen.dtype)
-    config = AutoConfig.from_pretrained(chosen.target)
+    config = AutoConfig.from_pretrained(chosen.model)
     config.num_hidden_layers, config.draft_vocab_size, config.tie_word_embeddings = 1, chosen.draft_vocab, False
     config.pretraining_tp = 1
     draft = LlamaForCausalLMEagle3(config, attention_backend="sdpa").to(dtype)
     draft.t2d.zero_()[draft_ids(chosen.draft_vocab)] = True
     draft.embed_tokens.weight.requires_grad_(False)
-    head = AutoModelForCausalLM.from_pretrained(chosen.target, dtype=dtype).lm_head.weight.detach().clone()
+    head = AutoModelForCausalLM.from_pretrained(chosen.model, dtype=dtype).lm_head.weight.detach().clone()
     model = eagle3.OnlineEagle3Model(draft, length=chosen.ttt_steps, attention_backend="sdpa")
     optimizer = BF16Optimizer(draft, lr=1e-4, total_steps=1000)
     ids, aux, last = features(chosen.tokens)
@@ -94,13 +94,13 @@ def main() -> None:
             input_ids=ids[None],
             attention_mask=torch.ones(1, chosen.tokens, dtype=torch.bool),
             target=(last.to(dtype) @ head.T)[None],
-            loss_mask=torch.ones(1, chosen.tokens, 1, dtype=torch.int64),
+            loss_mask=loss_mask(chosen.tokens, chosen.supervised).long()[None, :, None],
             hidden_states=aux.to(dtype)[None],
         )[0]
         sum(weight * loss for weight, loss in zip(weights, losses, strict=True)).backward()
         optimizer.step()
 
-    assert len(head) == VOCAB
+    assert len(head) == SMOLLM2_VOCAB
     measure(step, chosen.repeats)
 
 

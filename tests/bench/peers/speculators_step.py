@@ -6,7 +6,7 @@ On a CPU its own switches for the eager paths are needed: attention `sdpa` and l
 import argparse
 
 import torch
-from measure import AUX_LAYER_IDS, VOCAB, arguments, draft_ids, features, measure
+from measure import AUX_LAYER_IDS, SMOLLM2_VOCAB, arguments, draft_ids, features, loss_mask, measure
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel
 from speculators.train.cli import create_transformer_layer_config
@@ -16,13 +16,13 @@ from speculators.train.optimizers import build_optimizers
 def main() -> None:
     chosen = arguments()
     known = draft_ids(chosen.draft_vocab)
-    to_draft = torch.zeros(VOCAB, dtype=torch.bool)
+    to_draft = torch.zeros(SMOLLM2_VOCAB, dtype=torch.bool)
     to_draft[known] = True
-    layer = create_transformer_layer_config(chosen.target, 1, "llama", None, 2048, [])
+    layer = create_transformer_layer_config(chosen.model, 1, "llama", None, 2048, [])
     model = Eagle3DraftModel.from_training_args(
         layer, t2d=to_draft, d2t=known - torch.arange(len(known)), draft_vocab_size=len(known),
         norm_before_residual=True, norm_before_fc=True, norm_output=True, ttt_steps=chosen.ttt_steps,
-        target_layer_ids=list(AUX_LAYER_IDS), verifier_name_or_path=chosen.target, draft_attn_impl="sdpa",
+        target_layer_ids=list(AUX_LAYER_IDS), verifier_name_or_path=chosen.model, draft_attn_impl="sdpa",
     )  # fmt: skip
     model.lm_head.weight.requires_grad_(False)
     optimizers = build_optimizers(model, argparse.Namespace(optimizer="adamw", lr=1e-4, weight_decay=0.01))
@@ -30,7 +30,7 @@ def main() -> None:
     batch = {
         "hidden_states": aux[None], "input_ids": ids[None], "verifier_last_hidden_states": last[None],
         "document_ids": torch.zeros(1, chosen.tokens, dtype=torch.int64),
-        "loss_mask": torch.ones(1, chosen.tokens, dtype=torch.bool),
+        "loss_mask": loss_mask(chosen.tokens, chosen.supervised)[None],
         "position_ids": 1 + torch.arange(chosen.tokens)[None],
     }  # fmt: skip
     loss_config = resolve_loss_config("kl_div", "eager")
