@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from data.blocked_attention import attend_in_blocks, by_key_head
+
 NAME = "outrider"
 FOLD_ROWS = 64
 """Up to so many rows, the query heads that share keys and values become more rows of one head: each key is read once
@@ -56,6 +58,8 @@ def attention(
     if attention_mask is not None:
         return grouped_attention(query, key, value, attention_mask, scaling).transpose(1, 2), None
     borders = [0, query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.tolist()
+    if cu_seq_lens_q is not None and sliding_window is None and query.device.type == "cpu":
+        return _attend_on_cpu(query[0], key[0], value[0], borders, scaling)[None], None
     out = torch.zeros_like(query)
     for start, end in pairwise(borders):
         rows = slice(start, end)
@@ -91,6 +95,14 @@ def grouped_attention(
     mask = mask.repeat(1, 1, share, 1)
     out = nn.functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(shape)
+
+
+def _attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, borders: list[int], scaling: float | None) -> Tensor:
+    """(H, M, E) queries, (G, M, E) keys and values -> (M, H, E), causal between `borders`."""
+    grouped = by_key_head(query, len(key))
+    rows = torch.arange(query.shape[1])
+    out, _ = attend_in_blocks(grouped, key, value, rows, list(pairwise(borders)), scaling or query.shape[-1] ** -0.5)
+    return out.flatten(0, 1).transpose(0, 1)
 
 
 def _band(num_rows: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:

@@ -5,9 +5,7 @@ drafter gets the current one: on a GPU in a stream of their own, so that target 
 computes them at once, and only the order differs.
 """
 
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -16,15 +14,8 @@ from data.batch import Batch, TargetFeatures
 from data.features import FeatureStore
 from data.loader import MicroBatch, TrainingStream
 
-
-@dataclass(frozen=True)
-class PreparedStep:
-    """One rank's part of an optimizer step."""
-
-    pairs: list[tuple[Batch, TargetFeatures]]
-    """Micro-batches on the target's device, with their features."""
-    target_seconds: float
-    """Spent on the features; on a GPU, on launching them."""
+PreparedStep = list[tuple[Batch, TargetFeatures]]
+"""One rank's part of an optimizer step: micro-batches on the target's device, with their features."""
 
 
 class _Steps(Dataset[list[MicroBatch]]):
@@ -63,18 +54,14 @@ def prepared_steps(
 
 
 def _prepare(micro_batches: list[MicroBatch], store: FeatureStore) -> PreparedStep:
-    started = time.monotonic()
-    features = [store.features(micro_batch) for micro_batch in micro_batches]
-    seconds = time.monotonic() - started
-    batches = [micro_batch.batch.to(store.target.device) for micro_batch in micro_batches]
-    return PreparedStep(pairs=list(zip(batches, features, strict=True)), target_seconds=seconds)
+    return [(part.batch.to(store.target.device), store.features(part)) for part in micro_batches]
 
 
 def _hand_over(step: PreparedStep, beside: torch.cuda.Stream) -> None:
     """Let the current stream, which will use the step, wait for what `beside` still does for it."""
     current = torch.cuda.current_stream()
     current.wait_stream(beside)
-    for part in (part for pair in step.pairs for part in pair):
+    for part in (part for pair in step for part in pair):
         for tensor in vars(part).values():
             if tensor is not None:
                 tensor.record_stream(current)

@@ -158,12 +158,13 @@ class Trainer:
 
     def _step(self, step: int, prepared: Iterator[PreparedStep]) -> dict[str, Any]:
         begin = time.monotonic()
-        ready = next(prepared)
-        flops = sum(self.drafter.flops(batch) for batch, _ in ready.pairs)
+        pairs = next(prepared)
+        waited = time.monotonic()
+        flops = sum(self.drafter.flops(batch) for batch, _ in pairs)
         clock = time.monotonic()
-        result = self.engine.step(ready.pairs)
+        result = self.engine.step(pairs)
         end = time.monotonic()
-        usage = Usage(end - begin, ready.target_seconds, end - clock, flops)
+        usage = Usage(end - begin, waited - begin, end - clock, flops)
         self.usage.add(usage)
         tokens = self.stream.trained_tokens(step) - self.stream.trained_tokens(step - 1)
         return _metrics(result) | {"tokens_per_second": tokens / usage.seconds} | usage.report(self.matmul_rate)

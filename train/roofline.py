@@ -49,7 +49,8 @@ class Usage:
     """What some steps took, and what the drafter's part of them needed."""
 
     seconds: float = 0.0
-    target_seconds: float = 0.0
+    feature_seconds: float = 0.0
+    """Spent on the target's features, and on batches; on a GPU, whose stream runs beside, on launching them."""
     drafter_seconds: float = 0.0
     flops: int = 0
     """Of the drafter's training, by its own formula."""
@@ -57,15 +58,14 @@ class Usage:
     def add(self, other: "Usage") -> None:
         """Count `other` in."""
         self.seconds += other.seconds
-        self.target_seconds += other.target_seconds
+        self.feature_seconds += other.feature_seconds
         self.drafter_seconds += other.drafter_seconds
         self.flops += other.flops
 
     def report(self, matmul_rate: float) -> dict[str, Any]:
-        """Model FLOPs utilisation of the drafter's part at `matmul_rate` FLOP/s, and the share of time of each part:
-        what target and drafter leave is data and reporting."""
-        target, drafter = self.target_seconds / self.seconds, self.drafter_seconds / self.seconds
+        """Model FLOPs utilisation of the drafter's part at `matmul_rate` FLOP/s, and each part's share of the time."""
+        features, drafter = self.feature_seconds / self.seconds, self.drafter_seconds / self.seconds
         return {
             "mfu": self.flops / (self.drafter_seconds * matmul_rate),
-            "time_share": {"target": target, "drafter": drafter, "other": 1 - target - drafter},
+            "time_share": {"features": features, "drafter": drafter, "other": 1 - features - drafter},
         }

@@ -43,17 +43,15 @@ ROWS: dict[str, list[str]] = {
     "as in the demo": [],
     "half a pass": ["epochs=0.5"],
     "three quarters of a pass": ["epochs=0.75"],
-    "1.5 passes": ["epochs=1.5"],
+    "two packs a step": ["data.global_batch_packs=2"],
+    "one training-time-test step": ["drafter.ttt_steps=1"],
+    "all rows in all steps": ["drafter.row_keep_ratio=1.0"],
+    "random layer": ["drafter.init_layer=null"],
     "AdamW, rate 1e-3": ["optim=adamw", "optim.lr=1e-3"],
     "Muon's momentum .95, rate .05": ["optim.momentum=0.95", "optim.muon_lr=0.05"],
-    "wsd schedule": ["optim.schedule=wsd"],
     "loss lk_lambda": ["drafter.loss=lk_lambda"],
     "loss tv": ["drafter.loss=tv"],
-    "loss jsd": ["drafter.loss=jsd"],
-    "random layer": ["drafter.init_layer=null"],
-    "all rows in all steps": ["drafter.row_keep_ratio=1.0"],
-    "one training-time-test step": ["drafter.ttt_steps=1"],
-    "EAGLE-3.1 norms": ["drafter.fc_norm=true", "drafter.norm_output=true"],
+    "wsd schedule": ["optim.schedule=wsd"],
 }
 
 
@@ -66,13 +64,13 @@ def train(job: TrainJob, corpus: PreparedCorpus, target: Target, store: FeatureS
     """One run of the trainer's own parts."""
     drafter = build_drafter(job, target, corpus)
     stream = TrainingStream(corpus.train, job.data, job.seed, job.epochs)
-    engine = Engine(drafter, job.optim, job.deepspeed, job.precision, 1, stream.total_steps)
+    accumulation = stream.accumulation_steps(1)
+    engine = Engine(drafter, job.optim, job.deepspeed, job.precision, accumulation, stream.total_steps)
     seconds = 0.0
     for step in range(stream.total_steps):
-        (micro_batch,) = stream.micro_batches(step, 0, 1)
-        pair = (micro_batch.batch, store.features(micro_batch))
+        pairs = [(part.batch, store.features(part)) for part in stream.micro_batches(step, 0, 1)]
         started = time.monotonic()
-        engine.step([pair])
+        engine.step(pairs)
         seconds += time.monotonic() - started
     positions = stream.trained_tokens(stream.total_steps)
     return drafter, {"steps": stream.total_steps, "positions": positions, "drafter_seconds": round(seconds, 1)}

@@ -37,8 +37,8 @@ def test_prepared_steps_are_those_of_the_stream(tiny_target, num_workers, epochs
     store = FeatureStore(target, WANTS, stream)
     for step, ready in enumerate(prepared, start=first_step):
         expected = stream.micro_batches(step, 0, 1)
-        assert len(ready.pairs) == len(expected) == 2
-        for (batch, features), micro_batch in zip(ready.pairs, expected, strict=True):
+        assert len(ready) == len(expected) == 2
+        for (batch, features), micro_batch in zip(ready, expected, strict=True):
             for field in dataclasses.fields(batch):
                 assert torch.equal(getattr(batch, field.name), getattr(micro_batch.batch, field.name))
             inside = micro_batch.batch.document_ids >= 0  # rows of padding hold anything

@@ -77,6 +77,8 @@ def test_killed_at_a_random_step_and_resumed_equals_uninterrupted(
     launcher: Launcher, tiny_args: Args, tmp_path: Path, uninterrupted: Callable[..., Path],
     optim: str, zero: str, ranks: int,
 ) -> None:  # fmt: skip
+    if optim == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
     step = random.Random(f"{optim}{zero}").randint(EVERY + 1, STEPS)
     argv = tiny_args(tmp_path / "out", *COMMON, f"optim={optim}", f"deepspeed={zero}")
     killed = launcher("train", argv, tmp_path, ranks, kill=("train.engine.Engine.step", step))

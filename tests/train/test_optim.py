@@ -142,6 +142,7 @@ def test_muon_steps_with_its_own_settings(muon_state: Any) -> None:
 def test_eight_bit_adamw_keeps_a_byte_per_element_and_trains(
     launcher: Launcher, tiny_args: Callable[..., list[str]], tmp_path: Path
 ) -> None:
+    pytest.importorskip("bitsandbytes")
     curves = {}
     for name in ("adamw", "adamw_8bit"):
         argv = tiny_args(tmp_path / name, f"optim={name}", "epochs=2", "data.global_batch_packs=1")

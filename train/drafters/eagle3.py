@@ -17,15 +17,16 @@ from torch import Tensor, nn
 
 from conf import config
 from data.batch import Batch, TargetFeatures, TargetParts, Wants
+from data.blocked_attention import Spans
 from train.drafters.base import DrafterConfig, DraftLoss, Servable
 from train.drafters.distillation import Teacher, chunked_distillation
 from train.drafters.eagle_layer import Attend, EagleLayer, copy_target_layer, default_aux_layers
 from train.drafters.fed_back import FedBackDrafter
 from train.drafters.flops import linear_flops
-from train.drafters.layers import RMSNorm, Rotary, llama_shape
+from train.drafters.layers import RMSNorm, Rotary, llama_shape, product_dtype
 from train.drafters.losses import LossKind, LossSettings
 from train.drafters.rows import chain_labels, shifted_ids
-from train.drafters.ttt_attention import Spans, ttt_attention
+from train.drafters.ttt_attention import ttt_attention
 
 
 @config
@@ -144,8 +145,6 @@ class Eagle3(FedBackDrafter):
         labels = chain_labels(batch, steps, self.settings.row_keep_ratio)
         rows = [labels.rows(step) for step in range(steps)]
         hidden = [self.norm(stream) for stream in self._unroll(batch, features, rows)]
-        device = hidden[0].device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden[0].dtype
         teacher = Teacher(
             hidden=features.last_hidden_state.flatten(0, 1),
             lm_head=self.target_head,
@@ -153,7 +152,7 @@ class Eagle3(FedBackDrafter):
             draft_to_target_ids=self.draft_to_target_ids,
         )
         total, losses, matches = chunked_distillation(
-            [rows.to(dtype) for rows in hidden],
+            [rows.to(product_dtype(rows)) for rows in hidden],
             self.lm_head.weight,
             teacher,
             labels,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from train.drafters.flops import attention_flops, linear_flops
-from train.drafters.layers import RMSNorm, feed_forward, rotate
+from train.drafters.layers import RMSNorm, feed_forward, product_dtype, rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """query (H, Q, E), keys (G, R, E), values (G, R, E) of the rows at hand -> (H, Q, E)."""
@@ -59,7 +59,8 @@ class EagleLayer(nn.Module):
             (Q, D) output stream, before the final norm.
         """
         feature = self.hidden_norm(hidden)
-        both = torch.cat([self.input_layernorm(embeds), feature], dim=-1)  # (R, 2D): embedding first
+        dtype = product_dtype(feature)
+        both = torch.cat([self.input_layernorm(embeds).to(dtype), feature.to(dtype)], dim=-1)  # (R, 2D), in this order
         keys = rotate(self._heads(self.self_attn["k_proj"](both), self.num_kv_heads), table)
         values = self._heads(self.self_attn["v_proj"](both), self.num_kv_heads)
         if queries is not None:
@@ -69,7 +70,7 @@ class EagleLayer(nn.Module):
         mixed = attend(query, keys, values).transpose(0, 1).flatten(1)  # (R, H * E)
         residual = feature if self.norm_before_residual else hidden
         stream = residual + self.self_attn["o_proj"](mixed)
-        output: Tensor = stream + self.mlp(self.post_attention_layernorm(stream))
+        output: Tensor = stream + self.mlp(self.post_attention_layernorm(stream).to(dtype))
         return output
 
     def flops(self, key_rows: int, query_rows: int, pairs: int) -> int:

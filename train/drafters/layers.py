@@ -48,6 +48,13 @@ class RMSNorm(nn.RMSNorm):
         return normed
 
 
+def product_dtype(states: Tensor) -> torch.dtype:
+    """The dtype of matrix products with `states`: autocast's, where it is on. Who casts the input of several products
+    to it does so once; autocast would do it for each, forward and backward."""
+    device = states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+
+
 class Rotary:
     """Rotary position embedding with the target's base and scaling (all of transformers' rope types).
 

@@ -97,8 +97,8 @@ def loss_and_gradient(
     matches = draft_logits.gather(1, teacher.best[:, None]).squeeze(1) == top
     if settings.kind == "soft_ce":  # -sum p~ (z - lse)
         return lse - dot(teacher.renormalised, draft_logits), q.sub_(teacher.renormalised), matches
-    shift = (lse - teacher.lse)[:, None]
-    log_ratio = teacher.logits - draft_logits + shift  # log p~ - log q, without the rounding of either logarithm
+    # log p~ - log q, without the rounding of either logarithm
+    log_ratio = (teacher.logits - draft_logits).add_((lse - teacher.lse)[:, None])
     if settings.kind == "reverse_kl":
         loss = -dot(q, log_ratio)
         return loss, q.mul_(-log_ratio - loss[:, None]), matches

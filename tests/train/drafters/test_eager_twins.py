@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data import blocked_attention
 from data.batch import Batch
-from train.drafters import distillation, ttt_attention
+from train.drafters import distillation
 from train.drafters.distillation import Teacher, chunked_distillation
 from train.drafters.losses import LossSettings
 from train.drafters.rows import chain_labels
@@ -103,8 +104,8 @@ def eager_distillation(hidden, head, teacher, labels, weights, chosen):
 @pytest.mark.parametrize("kind", KINDS)
 @given(
     runs=documents, steps=st.integers(1, 4), width=st.integers(1, 16), draft=st.integers(2, 20),
-    more=st.integers(0, 20), chunk=st.integers(1, 20), block=st.integers(1, 8), keep=st.sampled_from([1.0, 0.6]), masked=st.booleans(),
-    frozen=st.booleans(), seed=st.integers(0, 10**6),
+    more=st.integers(0, 20), chunk=st.integers(1, 20), block=st.integers(1, 8), keep=st.sampled_from([1.0, 0.6]),
+    masked=st.booleans(), frozen=st.booleans(), seed=st.integers(0, 10**6),
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
 def test_distillation(kind, dtype, runs, steps, width, draft, more, chunk, block, keep, masked, frozen, seed):
@@ -184,7 +185,7 @@ def test_attention(dtype, lengths, heads, group, size, steps, block, asking, see
         return [out.detach(), *(leaf.grad for leaf in leaves)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ttt_attention, "BLOCK_ROWS", block)
+        patch.setattr(blocked_attention, "BLOCK_ROWS", block)
         fast = differentiated(fast_attention, dtype)
     twin, exact = (differentiated(eager_attention, precision) for precision in (dtype, torch.float64))
     assert_as_exact(fast, twin, exact, LIMITS[dtype])

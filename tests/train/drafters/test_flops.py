@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from data import blocked_attention
 from tests.train.drafters.test_eagle3 import batch_of
-from train.drafters import ttt_attention
 
 
 def count(function):
@@ -18,7 +18,7 @@ def count(function):
 @pytest.mark.parametrize("train_lm_head", [True, False])
 @pytest.mark.parametrize("row_keep_ratio", [1.0, 0.5])
 def test_formula_counts_what_a_step_runs(monkeypatch, tiny_target, tiny_drafter, loss, train_lm_head, row_keep_ratio):
-    monkeypatch.setattr(ttt_attention, "BLOCK_ROWS", 1)  # so that no block looks at keys in vain
+    monkeypatch.setattr(blocked_attention, "BLOCK_ROWS", 1)  # so that no block looks at keys in vain
     target = tiny_target("llama")
     drafter = tiny_drafter(
         target, draft_vocab_size=90, loss=loss, train_lm_head=train_lm_head, row_keep_ratio=row_keep_ratio

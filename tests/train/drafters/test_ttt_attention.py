@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from train.drafters import ttt_attention as module
+from data import blocked_attention as module
 from train.drafters.ttt_attention import ttt_attention
 
 H, G, E = 4, 2, 8
