@@ -109,25 +109,26 @@ def verify_cost(target: Target) -> dict[str, float]:
         return statistics.median(times)
 
     seconds(1)
-    return {str(k): seconds(1 + k) / seconds(1) for k in range(1, 9)}
+    return {str(k): seconds(1 + k) / statistics.mean((seconds(1), seconds(1))) for k in range(1, 9)}
 
 
 def speedups(target: Target, proposer: Proposer, prompts: list[list[int]]) -> dict[str, dict[str, float]]:
-    """Speculative over plain decoding at batch 1, for each K; prompt by prompt, so that the machine's mood cancels."""
-    plain, drafted, overhead = 0.0, dict.fromkeys(DRAFTS, 0.0), {k: [0.0] for k in DRAFTS}
+    """Speculative over plain decoding at batch 1, for each K; side by side, so that the machine's mood cancels."""
+    plain, drafted = (dict.fromkeys(DRAFTS, 0.0) for _ in range(2))
+    overhead: dict[int, list[float]] = {k: [] for k in DRAFTS}
     accepted: dict[int, list[int]] = {k: [] for k in DRAFTS}
     for prompt in prompts:
-        plain += 1 / rate(plain_generate(target, [prompt], decoding(chain(1), TOKENS)))
         for k in DRAFTS:
+            plain[k] += 1 / rate(plain_generate(target, [prompt], decoding(chain(1), TOKENS)))
             found = speculative_generate(target, proposer, [prompt], decoding(chain(k), TOKENS))
             drafted[k] += 1 / rate(found)
             overhead[k].append(1 - (found.clock.target + found.clock.drafter) / found.clock.total)
             accepted[k] += [turn.num_accepted for turn in found.answers[0].rounds]
     return {
         str(k): {
-            "speedup": plain / drafted[k],
+            "speedup": plain[k] / drafted[k],
             "acceptance_length": 1 + statistics.fmean(accepted[k]),
-            "overhead_fraction": statistics.median(overhead[k][1:]),
+            "overhead_fraction": statistics.median(overhead[k]),
         }
         for k in DRAFTS
     }
