@@ -6,6 +6,7 @@ computes them at once, and only the order differs.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -54,7 +55,8 @@ def prepared_steps(
 
 
 def _prepare(micro_batches: list[MicroBatch], store: FeatureStore) -> PreparedStep:
-    return [(part.batch.to(store.target.device), store.features(part)) for part in micro_batches]
+    moved = [replace(part, batch=part.batch.to(store.target.device)) for part in micro_batches]  # once, for both
+    return [(part.batch, store.features(part)) for part in moved]
 
 
 def _hand_over(step: PreparedStep, beside: torch.cuda.Stream) -> None:

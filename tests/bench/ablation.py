@@ -22,6 +22,7 @@ from conf.records import provenance, write_json
 from data.corpus import CorpusConfig
 from data.features import FeatureStore
 from data.loader import TrainingStream
+from data.prefetch import prepared_steps
 from data.prepare import PreparedCorpus, make_encoder, prepare
 from data.target import Target
 from eval.suites import read_prompts
@@ -67,8 +68,7 @@ def train(job: TrainJob, corpus: PreparedCorpus, target: Target, store: FeatureS
     accumulation = stream.accumulation_steps(1)
     engine = Engine(drafter, job.optim, job.deepspeed, job.precision, accumulation, stream.total_steps)
     seconds = 0.0
-    for step in range(stream.total_steps):
-        pairs = [(part.batch, store.features(part)) for part in stream.micro_batches(step, 0, 1)]
+    for pairs in prepared_steps(stream, store, first_step=0, rank=0, world_size=1):
         started = time.monotonic()
         engine.step(pairs)
         seconds += time.monotonic() - started

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import blocked_attention
-from data.batch import Batch
+from data.encode import Document
+from data.packing import collate
 from train.drafters import distillation
 from train.drafters.distillation import Teacher, chunked_distillation
 from train.drafters.losses import LossSettings
@@ -52,15 +53,12 @@ def joined(parts):
 
 
 def batch_of(runs, generator):
-    lengths = torch.tensor([prompt + answer for prompt, answer in runs])
-    mask = torch.cat([torch.arange(prompt + answer) >= prompt for prompt, answer in runs])[None]
-    rows = int(lengths.sum())
-    return Batch(
-        input_ids=torch.zeros(1, rows, dtype=torch.int64),
-        position_ids=torch.cat([torch.arange(n) for n in lengths.tolist()])[None],
-        document_ids=torch.repeat_interleave(torch.arange(len(runs)), lengths)[None],
-        loss_mask=mask, token_weights=mask / max(int(mask.sum()), 1), uniforms=torch.rand(1, rows, generator=generator),
-    )  # fmt: skip
+    documents = [
+        Document([0] * (prompt + answer), [False] * prompt + [True] * answer, "test") for prompt, answer in runs
+    ]
+    weight = 1 / max(sum(answer for _, answer in runs), 1)
+    seeds = torch.randint(0, 2**31, (len(runs),), generator=generator).tolist()
+    return collate([documents], sum(map(len, documents)), [[weight] * len(runs)], [seeds])
 
 
 def eager_losses(kind, student, teacher_logits, draft_ids, scale, decay):
