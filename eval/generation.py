@@ -1,6 +1,6 @@
 """How to decode, and what came of it: the records of `eval.generate`."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from eval.rounds import Outcome, Rule
 from eval.sampling import SamplingConfig
 from train.drafters.base import Draft, DraftPlan
+from train.roofline import Tally
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Generation:
 
 
 @dataclass
-class Clock:
+class Clock(Tally):
     """Seconds of one call, by what they were spent on."""
 
     prefill: float = 0.0
@@ -70,11 +71,6 @@ class Clock:
     """`propose` and `observe` after that."""
     total: float = 0.0
     """Everything after the prefill; what is in neither target nor drafter is overhead."""
-
-    def add(self, other: "Clock") -> None:
-        """Add another call's times."""
-        for part in fields(self):
-            setattr(self, part.name, getattr(self, part.name) + getattr(other, part.name))
 
 
 @dataclass

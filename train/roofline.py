@@ -5,8 +5,8 @@ where the rate is not a data sheet's but what one large matrix product reaches o
 """
 
 import time
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import torch
 
@@ -45,7 +45,17 @@ def synchronize(device: torch.device) -> None:
 
 
 @dataclass
-class Usage:
+class Tally:
+    """Figures that add up, field by field."""
+
+    def add(self, other: Self) -> None:
+        """Count `other` in."""
+        for part in fields(self):
+            setattr(self, part.name, getattr(self, part.name) + getattr(other, part.name))
+
+
+@dataclass
+class Usage(Tally):
     """What some steps took, and what the drafter's part of them needed."""
 
     seconds: float = 0.0
@@ -54,13 +64,6 @@ class Usage:
     drafter_seconds: float = 0.0
     flops: int = 0
     """Of the drafter's training, by its own formula."""
-
-    def add(self, other: "Usage") -> None:
-        """Count `other` in."""
-        self.seconds += other.seconds
-        self.feature_seconds += other.feature_seconds
-        self.drafter_seconds += other.drafter_seconds
-        self.flops += other.flops
 
     def report(self, matmul_rate: float) -> dict[str, Any]:
         """Model FLOPs utilisation of the drafter's part at `matmul_rate` FLOP/s, and each part's share of the time."""
