@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +15,13 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from conf import InputError, config
 from data.batch import Batch, TargetFeatures
 from train.drafters.base import Drafter, DraftLoss
-from train.optim import OptimConfig, adamw_8bit, deepspeed_optimizer, schedule_factory
+from train.optim import OptimConfig, adamw_8bit, deepspeed_optimizer, muon_blocks, schedule_factory
 from train.state_files import load_state, save_state
 
 Precision = Literal["float32", "bfloat16"]
@@ -111,13 +113,18 @@ class Engine:
             # its update does not depend on the gradient's size. With ZeRO-3 it refuses to work on scattered gradients.
             settings["gradient_clipping"] = 0.0
             settings["zero_optimization"] = {"reduce_scatter": False, **zero.zero_optimization}
-        ours = None
+        ours: Callable[[list[Parameter]], Optimizer] | None = None
         if optim.name == "adamw_8bit":
             ours = adamw_8bit(optim)
             settings["zero_allow_untested_optimizer"] = True
+        elif optim.name == "muon" and zero.zero_optimization["stage"] == 0:
+            from train.muon import block_muon  # takes seconds
+
+            ours = block_muon(drafter, optim)
         else:
             settings["optimizer"] = deepspeed_optimizer(optim)
         parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+        blocks = muon_blocks(parameters, optim)  # before ZeRO-3 takes them apart
         self._engine, _, _, _ = deepspeed.initialize(
             model=drafter,
             model_parameters=parameters,
@@ -126,6 +133,9 @@ class Engine:
             lr_scheduler=schedule_factory(optim, total_steps),
         )
         self._engine.checkpoint_engine = _SafetensorsCheckpoints()
+        # DeepSpeed's own mark, made for attention heads, on each parameter: so many blocks of rows, each on its own.
+        for parameter, count in blocks:
+            parameter.muon_num_heads = count  # type: ignore[attr-defined]
         # DeepSpeed compiles Muon. On a CPU its few matrix products run as fast eagerly, without a minute's wait.
         self._optimizer_stance = "default" if torch.cuda.is_available() else "force_eager"
 
@@ -142,9 +152,9 @@ class Engine:
         self._engine.train()
         for batch, features in micro_batches:
             result = DraftLoss(*self._engine(batch, features))
-            self._engine.backward(result.loss * self.world_size * self.accumulation_steps)
-            gradient_norm = self._unpartitioned_gradient_norm()
-            with torch.compiler.set_stance(self._optimizer_stance):
+            with torch.compiler.set_stance(self._optimizer_stance):  # ZeRO makes Muon's update at the end of backward
+                self._engine.backward(result.loss * self.world_size * self.accumulation_steps)
+                gradient_norm = self._unpartitioned_gradient_norm()
                 self._engine.step()
             row = torch.cat([result.loss.detach().reshape(1).float(), result.step_losses, result.step_matches])
             sums = row if sums is None else sums + row
