@@ -133,9 +133,7 @@ class Engine:
             lr_scheduler=schedule_factory(optim, total_steps),
         )
         self._engine.checkpoint_engine = _SafetensorsCheckpoints()
-        # DeepSpeed's own mark, made for attention heads, on each parameter: so many blocks of rows, each on its own.
-        for parameter, count in blocks:
-            parameter.muon_num_heads = count  # type: ignore[attr-defined]
+        self._blocks, self._whole_every_steps = blocks, optim.whole_every_steps
         # DeepSpeed compiles Muon. On a CPU its few matrix products run as fast eagerly, without a minute's wait.
         self._optimizer_stance = "default" if torch.cuda.is_available() else "force_eager"
 
@@ -150,6 +148,7 @@ class Engine:
         sums: Tensor | None = None
         learning_rate = float(self._engine.get_lr()[-1])
         self._engine.train()
+        self._mark_blocks()
         for batch, features in micro_batches:
             result = DraftLoss(*self._engine(batch, features))
             with torch.compiler.set_stance(self._optimizer_stance):  # ZeRO makes Muon's update at the end of backward
@@ -169,6 +168,12 @@ class Engine:
             gradient_norm=float(gradient_norm if gradient_norm is not None else self._engine.get_global_grad_norm()),
             learning_rate=learning_rate,
         )
+
+    def _mark_blocks(self) -> None:
+        """DeepSpeed's own mark, made for attention heads: so many blocks of rows, each orthogonalised on its own."""
+        whole = (self._engine.global_steps + 1) % self._whole_every_steps == 0
+        for parameter, count in self._blocks:
+            parameter.muon_num_heads = None if whole else count  # type: ignore[attr-defined]
 
     def _unpartitioned_gradient_norm(self) -> Tensor | None:
         """Norm before clipping where every rank holds all gradients; None under ZeRO, which reports it after a step."""

@@ -29,6 +29,8 @@ class OptimConfig:
     """Muon's orthogonalisation: standard computes in bf16 (fastest on a CPU), gram in fp16 or, on a CPU, float32."""
     block_rows: int | None = Field(ge=1)
     """Muon orthogonalises each matrix in blocks of at most so many rows: far fewer FLOPs. None takes matrices whole."""
+    whole_every_steps: int = Field(ge=1)
+    """With blocks: every so many steps matrices are taken whole all the same (MuonBP, arXiv:2510.16981)."""
     betas: tuple[float, float]
     eps: float = Field(gt=0)
     weight_decay: float = Field(ge=0)

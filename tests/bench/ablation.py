@@ -43,12 +43,12 @@ COMMON = [
 ROWS: dict[str, list[str]] = {
     "as in the demo": [],
     "half a pass": ["epochs=0.5"],
-    "three quarters of a pass": ["epochs=0.75"],
     "two packs a step": ["data.global_batch_packs=2"],
     "one training-time-test step": ["drafter.ttt_steps=1"],
     "all rows in all steps": ["drafter.row_keep_ratio=1.0"],
     "random layer": ["drafter.init_layer=null"],
     "AdamW, rate 1e-3": ["optim=adamw", "optim.lr=1e-3"],
+    "Muon on whole matrices": ["optim.block_rows=null"],
     "Muon's momentum .95, rate .05": ["optim.momentum=0.95", "optim.muon_lr=0.05"],
     "loss lk_lambda": ["drafter.loss=lk_lambda"],
     "loss tv": ["drafter.loss=tv"],
