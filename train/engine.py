@@ -117,7 +117,7 @@ class Engine:
         if optim.name == "adamw_8bit":
             ours = adamw_8bit(optim)
             settings["zero_allow_untested_optimizer"] = True
-        elif optim.name == "muon" and zero.zero_optimization["stage"] == 0:
+        elif optim.name == "muon" and optim.block_rows is not None and zero.zero_optimization["stage"] == 0:
             from train.muon import block_muon  # takes seconds
 
             ours = block_muon(drafter, optim)
