@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,13 +15,11 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
-from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from conf import InputError, config
 from data.batch import Batch, TargetFeatures
 from train.drafters.base import Drafter, DraftLoss
-from train.optim import OptimConfig, adamw_8bit, deepspeed_optimizer, muon_blocks, schedule_factory
+from train.optim import OptimConfig, adamw_8bit, deepspeed_optimizer, schedule_factory
 from train.state_files import load_state, save_state
 
 Precision = Literal["float32", "bfloat16"]
@@ -46,7 +44,7 @@ class StepResult:
     step_losses: list[float]
     step_matches: list[float]
     gradient_norm: float
-    """Before clipping."""
+    """Before clipping. Muon under ZeRO (stages 1 to 3): of its orthogonalised update, all that DeepSpeed keeps."""
     learning_rate: float
 
 
@@ -113,18 +111,13 @@ class Engine:
             # its update does not depend on the gradient's size. With ZeRO-3 it refuses to work on scattered gradients.
             settings["gradient_clipping"] = 0.0
             settings["zero_optimization"] = {"reduce_scatter": False, **zero.zero_optimization}
-        ours: Callable[[list[Parameter]], Optimizer] | None = None
+        ours = None
         if optim.name == "adamw_8bit":
             ours = adamw_8bit(optim)
             settings["zero_allow_untested_optimizer"] = True
-        elif optim.name == "muon" and optim.block_rows is not None and zero.zero_optimization["stage"] == 0:
-            from train.muon import block_muon  # takes seconds
-
-            ours = block_muon(drafter, optim)
         else:
             settings["optimizer"] = deepspeed_optimizer(optim)
         parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-        blocks = muon_blocks(parameters, optim)  # before ZeRO-3 takes them apart
         self._engine, _, _, _ = deepspeed.initialize(
             model=drafter,
             model_parameters=parameters,
@@ -133,7 +126,6 @@ class Engine:
             lr_scheduler=schedule_factory(optim, total_steps),
         )
         self._engine.checkpoint_engine = _SafetensorsCheckpoints()
-        self._blocks, self._whole_every_steps = blocks, optim.whole_every_steps
         # DeepSpeed compiles Muon. On a CPU its few matrix products run as fast eagerly, without a minute's wait.
         self._optimizer_stance = "default" if torch.cuda.is_available() else "force_eager"
 
@@ -148,7 +140,6 @@ class Engine:
         sums: Tensor | None = None
         learning_rate = float(self._engine.get_lr()[-1])
         self._engine.train()
-        self._mark_blocks()
         for batch, features in micro_batches:
             result = DraftLoss(*self._engine(batch, features))
             with torch.compiler.set_stance(self._optimizer_stance):  # ZeRO makes Muon's update at the end of backward
@@ -168,12 +159,6 @@ class Engine:
             gradient_norm=float(gradient_norm if gradient_norm is not None else self._engine.get_global_grad_norm()),
             learning_rate=learning_rate,
         )
-
-    def _mark_blocks(self) -> None:
-        """DeepSpeed's own mark, made for attention heads: so many blocks of rows, each orthogonalised on its own."""
-        whole = (self._engine.global_steps + 1) % self._whole_every_steps == 0
-        for parameter, count in self._blocks:
-            parameter.muon_num_heads = None if whole else count  # type: ignore[attr-defined]
 
     def _unpartitioned_gradient_norm(self) -> Tensor | None:
         """Norm before clipping where every rank holds all gradients; None under ZeRO, which reports it after a step."""

@@ -1,6 +1,6 @@
 """Optimizer and learning-rate schedule, in DeepSpeed's and transformers' own terms."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import Field
@@ -27,10 +27,6 @@ class OptimConfig:
     """Of Muon."""
     ns_method: Literal["standard", "gram"]
     """Muon's orthogonalisation: standard computes in bf16 (fastest on a CPU), gram in fp16 or, on a CPU, float32."""
-    block_rows: int | None = Field(ge=1)
-    """Muon orthogonalises each matrix in blocks of at most so many rows: far fewer FLOPs. None takes matrices whole."""
-    whole_every_steps: int = Field(ge=1)
-    """With blocks: every so many steps matrices are taken whole all the same (MuonBP, arXiv:2510.16981)."""
     betas: tuple[float, float]
     eps: float = Field(gt=0)
     weight_decay: float = Field(ge=0)
@@ -81,18 +77,6 @@ def deepspeed_optimizer(optim: OptimConfig) -> dict[str, Any]:
             **adam,
         },
     }
-
-
-def muon_blocks(parameters: Sequence[Parameter], optim: OptimConfig) -> list[tuple[Parameter, int]]:
-    """Each matrix with the number of equal blocks of rows that Muon cuts it into: as few as `block_rows` allows."""
-    if optim.name != "muon" or optim.block_rows is None:
-        return []
-    matrices = [parameter for parameter in parameters if parameter.dim() == 2]
-    return [(matrix, _equal_parts(len(matrix), optim.block_rows)) for matrix in matrices]
-
-
-def _equal_parts(length: int, longest: int) -> int:
-    return next(parts for parts in range(-(-length // longest), length + 1) if length % parts == 0)
 
 
 def schedule_factory(optim: OptimConfig, total_steps: int) -> Callable[[Optimizer], LRScheduler]:

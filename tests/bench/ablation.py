@@ -48,7 +48,6 @@ ROWS: dict[str, list[str]] = {
     "all rows in all steps": ["drafter.row_keep_ratio=1.0"],
     "random layer": ["drafter.init_layer=null"],
     "AdamW, rate 1e-3": ["optim=adamw", "optim.lr=1e-3"],
-    "Muon in blocks of 64 rows": ["optim.block_rows=64"],
     "Muon's momentum .95, rate .05": ["optim.momentum=0.95", "optim.muon_lr=0.05"],
     "loss lk_lambda": ["drafter.loss=lk_lambda"],
     "loss tv": ["drafter.loss=tv"],

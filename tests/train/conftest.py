@@ -32,7 +32,7 @@ TINY = (
     "epochs=2", "validation_conversations=2", "validation_tokens=12", "tracker=none",
     "drafter.train_lm_head=true", "drafter.step_loss_decay=1.0", "drafter.row_keep_ratio=1.0",
     # In bf16 the rounding of Muon's orthogonalisation alone would move ZeRO-3's curve by 1e-4.
-    "optim.ns_method=gram", "optim.block_rows=8",
+    "optim.ns_method=gram",
 )  # fmt: skip
 
 

@@ -86,12 +86,6 @@ def test_loss_curve_is_the_same_at_every_zero_stage_and_number_of_ranks(
     assert_same_curve(run(optim, zero, ranks), run(optim, "zero0"))
 
 
-def test_muon_on_whole_matrices_is_another_curve_and_the_same_at_every_stage(run: Run) -> None:
-    whole = run("muon", "zero0", 1, "optim.block_rows=null")
-    assert_same_curve(run("muon", "zero2", 2, "optim.block_rows=null"), whole)
-    assert losses(whole) != pytest.approx(losses(run("muon", "zero0")), rel=1e-3)
-
-
 def test_zero3_saves_the_whole_weights_that_zero0_trains(run: Run) -> None:
     ours, theirs = (
         load_file(run("adamw", zero, ranks) / "checkpoints" / "latest" / "model.safetensors")

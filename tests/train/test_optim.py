@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from conf.cli import build, check_overrides
-from data.prepare import prepare
-from data.target import Target
 from tests.train.conftest import Launcher, rows
-from train.job import build_drafter
-from train.optim import OptimConfig, deepspeed_optimizer, muon_blocks, schedule_factory
+from train.optim import OptimConfig, deepspeed_optimizer, schedule_factory
 from train.state_files import load_state
 
 MATRICES = {
@@ -27,7 +23,7 @@ MATRICES = {
 def config(**changes: Any) -> OptimConfig:
     values: dict[str, Any] = {
         "name": "adamw", "lr": 1.0, "muon_lr": 10.0, "momentum": 0.9, "ns_method": "standard",
-        "block_rows": None, "whole_every_steps": 1, "betas": (0.8, 0.99), "eps": 1e-7,
+        "betas": (0.8, 0.99), "eps": 1e-7,
         "weight_decay": 0.5, "schedule": "cosine", "warmup_ratio": 0.0, "decay_ratio": 0.3, "clip": 1.0,
     }  # fmt: skip
     return OptimConfig(**(values | changes))
@@ -106,6 +102,10 @@ def muon_state(
 
 
 def test_muon_gets_the_matrices_and_adamw_norms_and_lm_head(muon_state: Any, tiny_args: Any) -> None:
+    from data.prepare import prepare
+    from data.target import Target
+    from train.job import build_drafter
+
     state, _, run = muon_state
     job = build(check_overrides("train", tiny_args(run)))
     target = Target(job.target)
@@ -137,44 +137,6 @@ def test_muon_steps_with_its_own_settings(muon_state: Any) -> None:
     )
     assert (list(groups[False]["betas"]), groups[False]["eps"]) == ([0.9, 0.95], 1e-8)
     assert groups[False]["weight_decay"] == 0.01
-
-
-@pytest.mark.parametrize(("block_rows", "whole_every_steps"), [(8, 2), (8, 1), (None, 2)])
-def test_muon_orthogonalises_every_block_of_rows(
-    launcher: Launcher, tiny_args: Callable[..., list[str]], tmp_path: Path, block_rows: int | None,
-    whole_every_steps: int,
-) -> None:  # fmt: skip
-    """After one step of constant rate the change of a block is a nearly orthogonal matrix times that rate."""
-    argv = tiny_args(
-        tmp_path / "out", "optim=muon", "optim.schedule=constant", "optim.warmup_ratio=0", "optim.weight_decay=0",
-        f"optim.block_rows={'null' if block_rows is None else block_rows}", "data.global_batch_packs=64", "epochs=1",
-        f"optim.whole_every_steps={whole_every_steps}",
-    )  # fmt: skip
-    launcher("train", argv, tmp_path).succeeded()
-    in_blocks = block_rows is not None and whole_every_steps > 1  # the first step is not the second
-    job = build(check_overrides("train", argv))
-    target = Target(job.target)
-    before = build_drafter(job, target, prepare(target, job.corpus, 256, 2, 0)).state_dict()
-    after = load_file(tmp_path / "out/checkpoints/latest/model.safetensors")
-    for name in MATRICES:
-        change = (before[name] - after[name]) / job.optim.muon_lr
-        rows, columns = change.shape
-        height = block_rows if in_blocks else rows
-        values = torch.linalg.svdvals(change.view(rows // height, height, columns) / max(1, height / columns) ** 0.5)
-        # Five Newton-Schulz steps leave singular values in 0.5 .. 1.5 (Muon's own statement), tiny ones apart.
-        assert float(values.median()) > 0.5 and float(values.max()) < 1.5, name
-    # Orthogonal blocks do not make an orthogonal matrix: taken as one, this one is far from it.
-    whole = torch.linalg.svdvals((before["fc.weight"] - after["fc.weight"]) / job.optim.muon_lr)
-    assert (float(whole.max()) > 1.5) is in_blocks
-
-
-@pytest.mark.parametrize(("rows", "blocks"), [(576, 9), (192, 3), (64, 1), (60, 1), (130, 5), (67, 67)])
-def test_blocks_are_equal_and_as_few_as_the_limit_allows(rows: int, blocks: int) -> None:
-    matrix = torch.nn.Parameter(torch.zeros(rows, 3))
-    vector = torch.nn.Parameter(torch.zeros(rows))
-    assert muon_blocks([vector, matrix], config(name="muon", block_rows=64)) == [(matrix, blocks)]
-    assert muon_blocks([matrix], config(name="muon", block_rows=None)) == []
-    assert muon_blocks([matrix], config(name="adamw", block_rows=64)) == []
 
 
 def test_eight_bit_adamw_keeps_a_byte_per_element_and_trains(
