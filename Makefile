@@ -5,8 +5,10 @@ BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 PEERS_BIN := .venv-peers/bin
 RUN := outputs/train/eagle3-smollm2
+# One process per core, each with one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --dist loadscope
 
-.PHONY: demo test test-slow test-serving bench bench-gpu bench-ablation bench-decoder check format clean
+.PHONY: demo test test-slow test-serving bench bench-gpu bench-ablation bench-decoder compare check format clean
 .DEFAULT_GOAL := demo
 
 # torch first: a plain `torch` requirement would bring gigabytes of CUDA libraries to a machine without a GPU.
@@ -40,10 +42,10 @@ demo: $(BIN)/installed  ## train EAGLE-3 for SmolLM2, measure it, export it for 
 	$(BIN)/python -m serve_export.demo
 
 test: $(BIN)/installed  ## all tests but the slow and the serving ones
-	$(BIN)/python -m pytest -m "not slow and not serving and not gpu"
+	$(PYTEST) -m "not slow and not serving and not gpu"
 
 test-slow: $(BIN)/installed  ## the proofs in full size
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 test-serving: $(BIN)/installed $(VLLM_BIN)/installed  ## real vLLM serves the exported heads and is compared with our decoder
 	$(BIN)/python -m pytest -m serving -s tests/serving
@@ -56,6 +58,9 @@ bench-ablation: $(BIN)/installed  ## what each choice of the demo's settings is 
 
 bench-gpu: $(BIN)/installed  ## a training step on a GPU, on the shapes of Qwen3-8B
 	$(BIN)/python -m pytest -m gpu -s tests/bench
+
+compare: $(BIN)/installed  ## every drafter family on one token budget
+	$(BIN)/python -m tests.bench.compare
 
 bench-decoder: $(BIN)/installed  ## the decoder beside transformers, with the demo's head
 	$(BIN)/python -m tests.bench.decoder
