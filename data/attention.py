@@ -8,6 +8,7 @@ builds none. Which rows see which keys comes from what the caller passes through
     neither         plain causal attention, also after a cache of transformers' own (unpadded)
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -33,11 +34,13 @@ def attention(
         module: the layer's attention module.
         query: (B, H, M, E).
         key: (B, G, L, E).
-        value: (B, G, L, E).
+        value: (B, G, L, E), or of another width, which the result then has.
         attention_mask: (B, 1, M, L) bool, True where a row may look; None for packed or plain causal attention.
         passed_on: what callers and transformers hand over by name. Of use here:
             cu_seq_lens_q (documents + 1,) ascending borders within M (B = 1);
             distance (B, 1, M, L) int64, how many positions each key lies before each row;
+            attend, for one layer of a drafter that keeps its own keys: called instead of this kernel, with
+            (H, M, E), (G, M, E), (G, M, E), to return (H, M, E);
             sliding_window of this layer: rows see keys at distance < sliding_window;
             scaling of the scores, 1 / sqrt(E) by default.
 
@@ -47,6 +50,8 @@ def attention(
     Raises:
         ValueError: for soft-capped scores and dropout, which this kernel would leave out.
     """
+    if passed_on.get("attend") is not None:
+        return _attend_elsewhere(query, key, value, passed_on["attend"], passed_on.get("scaling")), None
     if passed_on.get("softcap") is not None or passed_on.get("dropout"):
         raise ValueError("attention with soft-capped scores or dropout is not supported: this kernel has neither")
     sliding_window, scaling = passed_on.get("sliding_window"), passed_on.get("scaling")
@@ -58,9 +63,11 @@ def attention(
     if attention_mask is not None:
         return grouped_attention(query, key, value, attention_mask, scaling).transpose(1, 2), None
     borders = [0, query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.tolist()
-    if cu_seq_lens_q is not None and sliding_window is None and query.device.type == "cpu":
+    # The blocked kernel has no gradient, and takes values as wide as keys.
+    blocked = query.device.type == "cpu" and not query.requires_grad and value.shape[-1] == query.shape[-1]
+    if cu_seq_lens_q is not None and sliding_window is None and blocked:
         return _attend_on_cpu(query[0], key[0], value[0], borders, scaling)[None], None
-    out = torch.zeros_like(query)
+    out = query.new_zeros(*query.shape[:-1], value.shape[-1])
     for start, end in pairwise(borders):
         rows = slice(start, end)
         window = None
@@ -94,7 +101,18 @@ def grouped_attention(
     rows = query.reshape(shape[0], key.shape[1], share * shape[2], shape[3])
     mask = mask.repeat(1, 1, share, 1)
     out = nn.functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
-    return out.reshape(shape)
+    return out.reshape(*shape[:-1], value.shape[-1])
+
+
+def _attend_elsewhere(
+    query: Tensor, key: Tensor, value: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor], scaling: float | None
+) -> Tensor:
+    """(1, M, H, E) of whoever keeps the keys. It scales scores by 1 / sqrt(E) and takes values as wide as keys."""
+    width, size = query.shape[-1], value.shape[-1]
+    if scaling is not None:
+        query = query * (scaling * width**0.5)
+    out = attend(query[0], key[0], nn.functional.pad(value[0], (0, width - size)))
+    return out[..., :size].transpose(0, 1)[None]
 
 
 def _attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, borders: list[int], scaling: float | None) -> Tensor:

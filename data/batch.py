@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
-from transformers import PretrainedConfig
+from torch import Tensor
+
+from data.cache import TargetCache
 
 PADDING = -1
 """Document id of padding."""
@@ -69,6 +70,8 @@ class TargetFeatures:
     """(B, T, A * D), the wanted layers side by side, shallowest first."""
     last_hidden_state: Tensor | None
     """(B, T, D) *after* the target's final norm: `lm_head(last_hidden_state)` are the target's logits."""
+    cache: TargetCache | None = None
+    """In decoding: the target's keys and values, for drafters that run some of its layers."""
 
     def select(self, rows: Tensor) -> "TargetFeatures":
         """The given rows of each sequence: (B, P) int64 -> features of shape (B, P, ...)."""
@@ -77,23 +80,8 @@ class TargetFeatures:
         return TargetFeatures(
             aux_hidden_states=self.aux_hidden_states[sequences, rows],
             last_hidden_state=None if last is None else last[sequences, rows],
+            cache=self.cache,
         )
-
-
-@dataclass(frozen=True)
-class TargetParts:
-    """The frozen pieces of a target that drafters share or start from. Referenced, never copied."""
-
-    config: PretrainedConfig
-    """The target's (text) configuration."""
-    embed_tokens: Tensor
-    """(V, D)."""
-    lm_head: Tensor
-    """(V, D); the same tensor as embed_tokens where the target ties them."""
-    final_norm: Tensor
-    """(D,), weight of the norm before the LM head."""
-    layers: nn.ModuleList
-    """The decoder layers."""
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:

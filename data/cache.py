@@ -23,14 +23,13 @@ class KVBuffer:
         self._buffers: tuple[Tensor, Tensor] | None = None  # (B, capacity, G, E): rows are contiguous
 
     def write(self, keys: Tensor, values: Tensor, slots: "Slots") -> tuple[Tensor, Tensor]:
-        """Put (B, G, M, E) keys and values at `slots`; returns all up to the longest sequence, (B, G, L, E) each."""
+        """Put (B, G, M, E) keys and values at `slots`; returns all up to the longest sequence, (B, G, L, E) each.
+
+        Keys and values may differ in G and E (latents).
+        """
         if self._buffers is None:
-            batch, heads, _, size = keys.shape
-            made = (
-                keys.new_zeros(batch, self.capacity, heads, size),
-                values.new_zeros(batch, self.capacity, heads, size),
-            )
-            self._buffers = made
+            made = [part.new_zeros(len(part), self.capacity, part.shape[1], part.shape[3]) for part in (keys, values)]
+            self._buffers = made[0], made[1]
         for buffer, rows in zip(self._buffers, (keys, values), strict=True):
             if slots.start is None:
                 buffer[slots.batch, slots.index] = rows.transpose(1, 2)
@@ -105,13 +104,22 @@ class TargetCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[])
         self.capacity, self.static = capacity, static
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.positions = torch.arange(capacity, device=device).repeat(batch_size, 1)
+        """(B, capacity) int64, of the token in each slot: a committed one's is its slot's number."""
         self._buffers: dict[int, KVBuffer] = {}
         self._slots: Slots | None = None
 
-    def begin(self, num_rows: int) -> Slots:
-        """Announce a step of M rows; the model's `update` calls follow."""
-        self._slots = slots_after(self.lengths, num_rows, self.capacity, self.static)
-        return self._slots
+    def begin(self, positions: Tensor, written: int = 0) -> Slots:
+        """Announce a step; the model's `update` calls follow.
+
+        Args:
+            positions: (B, M) of its rows.
+            written: rows of earlier steps after the committed ones that shall stay.
+        """
+        slots = slots_after(self.lengths + written, positions.shape[1], self.capacity, self.static)
+        self.positions[slots.batch, slots.index] = positions
+        self._slots = slots
+        return slots
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *unused: Any, **also_unused: Any
@@ -124,6 +132,15 @@ class TargetCache(Cache):  # type: ignore[misc]
     def commit(self, counts: Tensor) -> None:
         """The first `counts` (B,) rows of the last step belong to the text."""
         self.lengths = self.lengths + counts
+        # Until a later step writes there, nothing looks at slots beyond the committed ones.
+        self.positions[:] = torch.arange(self.capacity, device=self.positions.device)
+
+    def fork(self) -> "TargetCache":
+        """The same keys and values for who runs ahead of the text: what it writes after the committed rows is
+        overwritten by the next step of either."""
+        ahead = TargetCache(0, self.capacity, self.lengths.device, self.static)
+        ahead.lengths, ahead.positions, ahead._buffers = self.lengths, self.positions.clone(), self._buffers
+        return ahead
 
     def commit_path(self, path: Tensor, counts: Tensor) -> None:
         """As `commit`, for a tree: row 0 and the nodes' rows `path` (B, N) (padded arbitrarily) in this order."""
@@ -135,7 +152,7 @@ class TargetCache(Cache):  # type: ignore[misc]
 
     def keep(self, sequences: Tensor) -> None:
         """Forget all but the given sequences (B',)."""
-        self.lengths = self.lengths[sequences]
+        self.lengths, self.positions = self.lengths[sequences], self.positions[sequences]
         for buffer in self._buffers.values():
             buffer.keep(sequences)
 

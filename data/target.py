@@ -4,7 +4,6 @@ Shape letters: B = batch, T = tokens, D = hidden size, A = auxiliary layers, V =
 """
 
 import hashlib
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +15,10 @@ from transformers.utils import logging as transformers_logging
 
 from conf import InputError, config
 from data import attention, wheel_target
-from data.batch import Batch, TargetFeatures, TargetParts, Wants
-from data.cache import TargetCache, step_mask, tree_mask
+from data.batch import Batch, TargetFeatures, Wants
+from data.cache import TargetCache
+from data.decoder import Decoder, TargetParts
 from data.identity import TargetIdentity
-from data.layer_inputs import LayerInputs
 
 
 @config
@@ -75,13 +74,11 @@ class Target:
         self.hf_config = self.model.config.get_text_config()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model.to(self.device)
-        self._decoder: Any = self.model.get_decoder()
-        self._layers = _find_layers(self._decoder, self.hf_config.num_hidden_layers)
-        self._inputs = LayerInputs(self._layers)
+        self.decoder = Decoder(self.model)
         if target_config.compile:
-            for layer in self._layers:  # not layer.compile(): hooks stay outside
+            for layer in self.decoder.layers:  # not layer.compile(): hooks stay outside
                 layer.forward = torch.compile(layer.forward, dynamic=True)
-        self._has_windows = getattr(self.hf_config, "sliding_window", None) is not None
+        self._require_plain_layers()
         self._require_plain_head()
 
     @property
@@ -110,16 +107,18 @@ class Target:
         """What drafters share with the target or start from."""
         return TargetParts(
             config=self.hf_config,
+            path=self.folder,
+            vocabulary=self.tokenizer.get_vocab(),
             embed_tokens=self.embed_tokens,
             lm_head=self.lm_head,
-            final_norm=self._final_norm(),
-            layers=self._layers,
+            final_norm=self.decoder.final_norm,
+            decoder=self.decoder,
         )
 
     def identity(self) -> TargetIdentity:
         """Who this is, for checkpoints."""
         weights = hashlib.sha256()
-        for tensor in (self.embed_tokens[:64], self._final_norm()):
+        for tensor in (self.embed_tokens[:64], self.decoder.final_norm):
             weights.update(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
         vocabulary = sorted(self.tokenizer.get_vocab().items(), key=lambda item: item[1])
         tokenizer = hashlib.sha256(f"{vocabulary}{self.tokenizer.chat_template}".encode())
@@ -143,26 +142,7 @@ class Target:
         Returns:
             Features of (B, T) rows in the target's dtype; those of padding are arbitrary.
         """
-        shape = batch.input_ids.shape
-        # All packs end to end: document borders are all that separates them, padding included.
-        borders = _borders(batch)
-        positions = torch.cat([torch.arange(b - a) for a, b in pairwise(borders)]).to(batch.input_ids.device)
-        lengths = torch.tensor(borders)
-        last_hidden_state = None
-        with self._inputs.recording(wants, stop_early=True):
-            output = self._decoder(
-                input_ids=batch.input_ids.view(1, -1),
-                position_ids=positions[None],
-                use_cache=False,
-                cu_seq_lens_q=lengths,
-            )
-            last_hidden_state = output.last_hidden_state
-        features = self._inputs.features(last_hidden_state, wants)
-        last = features.last_hidden_state
-        return TargetFeatures(
-            aux_hidden_states=features.aux_hidden_states.view(*shape, -1),
-            last_hidden_state=None if last is None else last.view(*shape, -1),
-        )
+        return self.decoder.packed(batch, wants)
 
     def new_cache(self, batch_size: int, capacity: int, static_shapes: bool = False) -> TargetCache:
         """An empty cache for `step`: B sequences of at most `capacity` tokens, drafts under verification included."""
@@ -184,37 +164,21 @@ class Target:
         Returns:
             last_hidden_state (B, M, D) after the final norm (`logits` turns it into logits), and the features.
         """
-        batch, num_rows = input_ids.shape
-        slots = cache.begin(num_rows)
-        depth = torch.arange(num_rows, device=self.device).expand(batch, -1) if visible is None else visible.sum(-1) - 1
-        if visible is None:
-            mask = step_mask(cache.lengths, num_rows, slots.end)
-        else:
-            mask = tree_mask(cache.lengths, visible, slots.end)
-        positions = cache.lengths[:, None] + depth
-        windowed = {"distance": _distances(cache.lengths, positions, slots.end)} if self._has_windows else {}
-        with self._inputs.recording(wants, stop_early=False):
-            output = self._decoder(
-                input_ids=input_ids,
-                position_ids=positions,
-                attention_mask=mask,
-                cache=cache,
-                use_cache=True,
-                **windowed,
-            )
-        return output.last_hidden_state, self._inputs.features(output.last_hidden_state, wants)
+        last_hidden_state, features = self.decoder.step(input_ids, cache, wants, visible)
+        assert last_hidden_state is not None  # all layers ran
+        return last_hidden_state, features
 
     def logits(self, last_hidden_state: Tensor) -> Tensor:
         """(..., D) after the final norm -> (..., V) logits in the target's dtype."""
         # A CPU's product with rows that do not lie side by side takes ten times as long (it copies the weight).
         return nn.functional.linear(last_hidden_state.contiguous(), self.lm_head)
 
-    def _final_norm(self) -> Tensor:
-        for name in ("norm", "ln_f", "final_layernorm"):
-            if hasattr(self._decoder, name):
-                weight: Tensor = getattr(self._decoder, name).weight
-                return weight
-        raise InputError(f"no final norm found in {type(self._decoder).__name__}; this target is not supported yet")
+    def _require_plain_layers(self) -> None:
+        """Refuse layers whose memory is no list of keys: packed documents would leak, drafts could not be forgotten."""
+        kinds = getattr(self.hf_config, "layer_types", None) or []
+        unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+        if unknown:
+            raise InputError(f"target {self.target_config.name} has {', '.join(unknown)} layers: not supported yet")
 
     def _require_plain_head(self) -> None:
         """Refuse targets that scale or cap their logits: the teacher would be silently wrong."""
@@ -227,7 +191,7 @@ class Target:
         probe = torch.tensor([[0, 1]], device=self.device)
         with torch.inference_mode():
             whole = self.model(input_ids=probe, use_cache=False).logits
-            ours = self.logits(self._decoder(input_ids=probe, use_cache=False).last_hidden_state)
+            ours = self.logits(self.decoder.module(input_ids=probe, use_cache=False).last_hidden_state)
         if not torch.allclose(whole.float(), ours.float(), rtol=1e-2, atol=1e-2):
             raise InputError(
                 f"{type(self.model).__name__} computes logits from more than its lm_head (scaling or soft-capping), "
@@ -256,24 +220,3 @@ def resolve_path(target_config: TargetConfig) -> str:
             "name a downloaded model folder with target.path=FOLDER (for a checkpoint: target_path=FOLDER)"
         ) from error
     return path
-
-
-def _distances(lengths: Tensor, positions: Tensor, end: int) -> Tensor:
-    """(B, 1, M, L) int64: how many positions each slot's token lies before each row's, for sliding windows."""
-    slots = torch.arange(end, device=lengths.device).expand(len(lengths), -1)
-    index = (slots - lengths[:, None]).clamp(0, positions.shape[1] - 1)
-    keys = torch.where(slots < lengths[:, None], slots, positions.gather(1, index))
-    return (positions[:, :, None] - keys[:, None])[:, None]
-
-
-def _borders(batch: Batch) -> list[int]:
-    """Ascending row numbers that separate documents, and stretches of padding, in the flattened (B * T) rows."""
-    rows = batch.input_ids.numel()
-    return sorted({0, rows, *(border for span in batch.document_spans() for border in span)})
-
-
-def _find_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
-    for module in decoder.children():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return module
-    raise InputError(f"no list of {num_layers} decoder layers in {type(decoder).__name__}: not supported yet")

@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 
 import torch
-from torch import nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from conf.cli import build, check_overrides
-from data.batch import Batch, TargetFeatures, TargetParts
+from data.batch import Batch, TargetFeatures
+from data.decoder import Decoder, TargetParts
 from tests.bench.measure import arguments, draft_ids, features, loss_mask, measure
 from train.engine import Engine, init_distributed
 from train.job import TrainJob
@@ -55,9 +55,12 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     job, shape = job_of(chosen), SHAPES[chosen.model]
     head = 0.02 * torch.randn(shape.vocab_size, shape.hidden_size).bfloat16()
+    with torch.device("meta"):  # nothing runs through it
+        decoder = Decoder(LlamaForCausalLM(shape))
     parts = TargetParts(
-        config=shape, embed_tokens=head, lm_head=head, final_norm=torch.ones(shape.hidden_size), layers=nn.ModuleList()
-    )
+        config=shape, path="", vocabulary={}, embed_tokens=head, lm_head=head,
+        final_norm=torch.ones(shape.hidden_size), decoder=decoder,
+    )  # fmt: skip
     drafter = job.drafter.build(parts, draft_ids(chosen.draft_vocab, shape.vocab_size))
     ids, aux, last = features(chosen.packs * chosen.tokens, shape.hidden_size, shape.vocab_size)
     batch = batch_of(chosen.packs, chosen.tokens, chosen.document or chosen.tokens, chosen.supervised, ids)

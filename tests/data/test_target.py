@@ -80,7 +80,7 @@ def test_target_computes_only_what_is_wanted(tiny_target):
     assert features.last_hidden_state is None
     assert features.aux_hidden_states.shape == (1, 5, 32)
     assert target.capture(batch, Wants((), True)).aux_hidden_states.shape == (1, 5, 0)
-    assert not any(layer._forward_pre_hooks for layer in target.parts.layers)
+    assert not any(layer._forward_pre_hooks for layer in target.parts.decoder.layers)
 
 
 def test_captured_states_can_be_saved_for_backward_and_need_no_gradient(tiny_target):
@@ -188,7 +188,7 @@ def test_layers_after_the_last_wanted_one_do_not_run(tiny_target):
     batch, ran = packs_of((9,), width=9), []
     handles = [
         layer.register_forward_hook(lambda *_, index=index: ran.append(index))
-        for index, layer in enumerate(target.parts.layers)
+        for index, layer in enumerate(target.parts.decoder.layers)
     ]
     early = target.capture(batch, Wants((1, 4), False))
     assert ran == [0, 1, 2, 3] and early.last_hidden_state is None  # the state that enters layer 4 leaves layer 3

@@ -1,0 +1,159 @@
+"""The layers of a causal language model, over packed documents and over caches: `Decoder`, and what drafters share of a
+target: `TargetParts`.
+
+The target runs through this, and so does a draft model; gradients flow where the caller lets them. Shape letters: B =
+batch, T = tokens, M = rows of one step, D = hidden size, A = auxiliary layers, L = slots of a cache.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from conf import InputError
+from data.batch import Batch, TargetFeatures, Wants
+from data.cache import TargetCache, step_mask, tree_mask
+from data.layer_inputs import LayerInputs
+
+
+class Decoder:
+    """Embedding, layers and final norm of one model, whose attention implementation is `data.attention`."""
+
+    def __init__(self, model: Any) -> None:
+        """Take a model of transformers as it is.
+
+        Args:
+            model: a causal LM; referenced, not copied.
+
+        Raises:
+            InputError: if its layers or final norm cannot be found.
+        """
+        self.model = model
+        self.module: Any = model.get_decoder()
+        settings = model.config.get_text_config()
+        self.layers = _find_layers(self.module, settings.num_hidden_layers)
+        self._inputs = LayerInputs(self.layers)
+        self._has_windows = getattr(settings, "sliding_window", None) is not None
+
+    @property
+    def final_norm(self) -> Tensor:
+        """(D,), weight of the norm before the LM head."""
+        for name in ("norm", "ln_f", "final_layernorm"):
+            if hasattr(self.module, name):
+                weight: Tensor = getattr(self.module, name).weight
+                return weight
+        raise InputError(f"no final norm found in {type(self.module).__name__}; this model is not supported yet")
+
+    def packed(self, batch: Batch, wants: Wants) -> TargetFeatures:
+        """Run over packed documents: no logits, no layer after the last wanted one.
+
+        Returns:
+            Features of (B, T) rows in the model's dtype; those of padding are arbitrary.
+        """
+        shape = batch.input_ids.shape
+        # All packs end to end: document borders are all that separates them, padding included.
+        borders = _borders(batch)
+        positions = torch.cat([torch.arange(b - a) for a, b in pairwise(borders)]).to(batch.input_ids.device)
+        last_hidden_state = None
+        with self._inputs.recording(wants, stop_early=True):
+            output = self.module(
+                input_ids=batch.input_ids.view(1, -1),
+                position_ids=positions[None],
+                use_cache=False,
+                cu_seq_lens_q=torch.tensor(borders),
+            )
+            last_hidden_state = output.last_hidden_state
+        features = self._inputs.features(last_hidden_state, wants)
+        last = features.last_hidden_state
+        return TargetFeatures(
+            aux_hidden_states=features.aux_hidden_states.view(*shape, -1),
+            last_hidden_state=None if last is None else last.view(*shape, -1),
+        )
+
+    def step(
+        self,
+        input_ids: Tensor,
+        cache: TargetCache,
+        wants: Wants,
+        visible: Tensor | None = None,
+        written: int = 0,
+        stop_early: bool = False,
+    ) -> tuple[Tensor | None, TargetFeatures]:
+        """Read `input_ids` after what `cache` has committed; they count once `cache.commit` is told so.
+
+        Args:
+            input_ids: (B, M) int64; sequences with fewer rows are padded on the right with anything.
+            cache: of this model.
+            wants: the hidden states to keep.
+            visible: (B, M, written + M) bool, for trees: which of the slots after the committed ones each row sees,
+                itself included; None: all earlier ones.
+            written: rows of earlier steps after the committed ones that shall stay.
+            stop_early: run no layer after the last wanted one.
+
+        Returns:
+            last_hidden_state (B, M, D) after the final norm (None if stopped before), and the features.
+        """
+        batch, num_rows = input_ids.shape
+        if visible is None:
+            depth = written + torch.arange(num_rows, device=input_ids.device).expand(batch, -1)
+        else:
+            depth = visible.sum(-1) - 1
+        positions = cache.lengths[:, None] + depth
+        slots = cache.begin(positions, written)
+        if visible is None:
+            mask = step_mask(cache.lengths + written, num_rows, slots.end)
+        else:
+            mask = tree_mask(cache.lengths, visible, slots.end)
+        windowed = {}
+        if self._has_windows:  # (B, 1, M, L): how many positions each slot's token lies before each row's
+            windowed["distance"] = (positions[:, :, None] - cache.positions[:, None, : slots.end])[:, None]
+        last_hidden_state = None
+        with self._inputs.recording(wants, stop_early):
+            output = self.module(
+                input_ids=input_ids,
+                position_ids=positions,
+                attention_mask=mask,
+                cache=cache,
+                use_cache=True,
+                **windowed,
+            )
+            last_hidden_state = output.last_hidden_state
+        features = self._inputs.features(last_hidden_state, wants)
+        return last_hidden_state, replace(features, cache=cache)
+
+
+@dataclass(frozen=True)
+class TargetParts:
+    """The frozen pieces of a target that drafters share or start from. Referenced, never copied."""
+
+    config: PretrainedConfig
+    """The target's (text) configuration."""
+    path: str
+    """Folder or hub id that it was loaded from."""
+    vocabulary: Mapping[str, int]
+    """Its tokens."""
+    embed_tokens: Tensor
+    """(V, D)."""
+    lm_head: Tensor
+    """(V, D); the same tensor as embed_tokens where the target ties them."""
+    final_norm: Tensor
+    """(D,), weight of the norm before the LM head."""
+    decoder: Decoder
+    """Its layers."""
+
+
+def _borders(batch: Batch) -> list[int]:
+    """Ascending row numbers that separate documents, and stretches of padding, in the flattened (B * T) rows."""
+    rows = batch.input_ids.numel()
+    return sorted({0, rows, *(border for span in batch.document_spans() for border in span)})
+
+
+def _find_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
+    for module in decoder.children():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise InputError(f"no list of {num_layers} decoder layers in {type(decoder).__name__}: not supported yet")
