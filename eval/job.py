@@ -27,7 +27,7 @@ from eval.sampling import SamplingConfig
 from eval.suites import Prompt, read_prompts
 from train.acceptance import Acceptance, round_walk
 from train.checkpoint import load_drafter
-from train.drafters.base import Drafter, DrafterConfig, DraftPlan, Proposer
+from train.drafters.base import Drafter, DrafterConfig, DraftPlan, Proposer, require_reach
 from train.progress import ProgressReport
 
 
@@ -40,7 +40,7 @@ class EvalJob:
     target: TargetConfig | None
     """Only without a checkpoint, which knows its target."""
     drafter: DrafterConfig | None
-    """Only without a checkpoint: ngram or suffix."""
+    """Only without a checkpoint: one that drafts untrained (ngram, suffix, draft_model)."""
     target_path: str | None
     """Where the checkpoint's target is now, if not where training found it."""
     trust_remote_code: bool
@@ -128,13 +128,19 @@ def load_proposer(job: EvalJob) -> tuple[Target, Proposer, str | None]:
     dtype = getattr(torch, job.dtype)
     if job.checkpoint is not None:
         loaded = load_drafter(job.checkpoint, job.target_path, dtype, job.trust_remote_code)
+        require_reach(loaded.drafter, job.draft.num_draft_tokens)
         return loaded.target, loaded.drafter, str(loaded.folder)
     if job.target is None or job.drafter is None:
-        raise InputError("what to evaluate? name checkpoint=RUN, or +target=... with +drafter=ngram or suffix")
+        raise InputError("what to evaluate? checkpoint=RUN, or +target=... with +drafter=ngram, suffix or draft_model")
     target = Target(job.target, dtype)
-    proposer = job.drafter.build(target.parts, torch.arange(target.hf_config.vocab_size))
+    try:
+        proposer = job.drafter.build(target.parts, torch.arange(target.hf_config.vocab_size))
+    except ValueError as error:  # the drafter's settings do not fit this target
+        raise InputError(str(error)) from error
     if isinstance(proposer, Drafter):
-        raise InputError(f"drafter {job.drafter.name} must be trained first: name checkpoint=RUN")
+        if not proposer.drafts_untrained:
+            raise InputError(f"drafter {job.drafter.name} must be trained first: name checkpoint=RUN")
+        proposer.requires_grad_(False).eval().to(target.device, dtype)
     return target, proposer, None
 
 

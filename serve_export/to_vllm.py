@@ -31,7 +31,7 @@ def tensors(servable: Servable, vocab_size: int, dtype: torch.dtype) -> dict[str
         dtype: to serve in.
 
     Raises:
-        InputError: if vLLM has no slot for this family.
+        InputError: if this family has no form for vLLM.
     """
     _require_known(servable)
     ids = servable.tensors["draft_to_target_ids"].cpu()
@@ -103,5 +103,5 @@ def serve_command(target_path: str, folder: str, num_draft_tokens: int) -> str:
 def _require_known(servable: Servable) -> None:
     if servable.architecture not in ARCHITECTURES:
         raise InputError(
-            f"vLLM has no slot for {servable.architecture} heads; it serves {', '.join(sorted(ARCHITECTURES))}"
+            f"{servable.architecture} heads have no export for vLLM yet; {', '.join(sorted(ARCHITECTURES))} heads have"
         )

@@ -19,7 +19,7 @@ from data.prefetch import PreparedStep, prepared_steps
 from data.prepare import PreparedCorpus, prepare
 from data.target import Target, TargetConfig
 from train.checkpoint import CheckpointWriter, Manifest, latest_checkpoint
-from train.drafters.base import Drafter, DrafterConfig
+from train.drafters.base import Drafter, DrafterConfig, require_reach
 from train.engine import DeepSpeedConfig, Engine, Precision, StepResult, init_distributed, leave_distributed
 from train.optim import OptimConfig
 from train.progress import ProgressReport
@@ -27,6 +27,7 @@ from train.resume import previous_run
 from train.roofline import Usage, matmul_flops_per_second
 from train.tracker import Tracker, TrackerConfig
 from train.validation import Validation
+from train.warm_start import read_head
 
 
 @config
@@ -93,13 +94,22 @@ def build_drafter(job: TrainJob, target: Target, corpus: PreparedCorpus) -> Draf
             f"validation_tokens={job.validation_tokens}: prompt and answer need {longest} tokens, more than the "
             f"target's context of {target.hf_config.max_position_embeddings}"
         )
+    folder = job.drafter.warm_start()
+    head = None if folder is None else read_head(folder, job.drafter.name)
+    if head is None:
+        ids = corpus.draft_vocabulary(target, job.drafter.draft_vocab_size)
+    else:
+        ids = head.draft_to_target_ids(target.hf_config.vocab_size)
     try:
-        drafter = job.drafter.build(target.parts, corpus.draft_vocabulary(target, job.drafter.draft_vocab_size))
+        drafter = job.drafter.build(target.parts, ids)
     except ValueError as error:  # the drafter's settings do not fit this target
         raise InputError(str(error)) from error
     if not isinstance(drafter, Drafter):
         name = job.drafter.name
         raise InputError(f"drafter {name} has nothing to train: run python -m eval +target=... +drafter={name}")
+    require_reach(drafter, job.num_draft_tokens)
+    if head is not None:
+        head.put_into(drafter)
     return drafter
 
 

@@ -184,7 +184,7 @@ def test_several_end_tokens_become_an_ascending_list(make_servable: Any) -> None
 
 
 def test_families_that_vllm_does_not_know_are_refused() -> None:
-    with pytest.raises(InputError, match="no slot for octopus heads; it serves eagle3"):
+    with pytest.raises(InputError, match="octopus heads have no export for vLLM yet; eagle3 heads have"):
         tensors(by_hand([0, 1], "octopus"), 6, torch.float32)
 
 

@@ -9,7 +9,7 @@ vocabulary, K = drafted tokens of a chain, N = drafted tokens, S = training-time
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,8 +17,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from conf import config
-from data.batch import Batch, TargetFeatures, TargetParts, Wants
+from conf import InputError, config
+from data.batch import Batch, TargetFeatures, Wants
+from data.decoder import TargetParts
 
 
 @config
@@ -29,6 +30,10 @@ class DrafterConfig:
     """The family, as in conf/drafter/NAME.yaml."""
     draft_vocab_size: int | None = Field(ge=1)
     """Vd; None drafts over the target's whole vocabulary."""
+
+    def warm_start(self) -> str | None:
+        """Folder of a head that training starts from."""
+        return None
 
     def build(self, target: TargetParts, draft_to_target_ids: Tensor) -> "Proposer":
         """Make the untrained drafter.
@@ -167,6 +172,10 @@ class Drafter(nn.Module, Proposer):
 
     draft_to_target_ids: Tensor
     """(Vd,) int64 buffer, ascending absolute ids; part of the checkpoint."""
+    max_draft_tokens: int | None = None
+    """The longest path that it can draft; None: any."""
+    drafts_untrained: bool = False
+    """Whether it is of use before any training (a draft model off the shelf)."""
 
     @abstractmethod
     def loss(self, batch: Batch, features: TargetFeatures) -> DraftLoss:
@@ -189,6 +198,18 @@ class Drafter(nn.Module, Proposer):
         """FLOPs of the matrix products of `loss` on this batch and of its gradient, by the formulas of
         `train.drafters.flops`: what model FLOPs utilisation is measured by."""
 
+    def translate(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Another trainer's head in this family's names, for training that starts from it.
+
+        Args:
+            tensors: as stored, vocabulary maps included.
+            config: its config.json.
+
+        Raises:
+            InputError: if its conventions are others, or cannot be told.
+        """
+        raise InputError(f"{type(self).__name__} heads of other trainers cannot be read: give one of our checkpoints")
+
     def forward(self, batch: Batch, features: TargetFeatures) -> tuple[Tensor, Tensor, Tensor]:
         """The fields of `loss`, as DeepSpeed calls it: under ZeRO-3 its hooks see into tuples, not into dataclasses."""
         result = self.loss(batch, features)
@@ -197,6 +218,17 @@ class Drafter(nn.Module, Proposer):
     def num_trainable_parameters(self) -> int:
         """Trainable elements; under ZeRO-3, where a rank holds only its part, ask before the engine is built."""
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+
+
+def require_reach(drafter: Drafter, num_draft_tokens: int) -> None:
+    """Refuse more drafts than there are heads for.
+
+    Raises:
+        InputError: naming the most.
+    """
+    longest = drafter.max_draft_tokens
+    if longest is not None and num_draft_tokens > longest:
+        raise InputError(f"num_draft_tokens={num_draft_tokens}: this drafter drafts at most {longest} tokens")
 
 
 def chain(num_draft_tokens: int) -> DraftPlan:

@@ -9,7 +9,7 @@ logits' own memory.
 Shape letters: R = rows of a chunk, N = labels, D = hidden size, V / Vd = target / draft vocabulary, S = steps.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -39,10 +39,14 @@ class Teacher:
     """(Vd, D): the rows of lm_head that the drafter can propose."""
     draft_to_target_ids: Tensor
     """(Vd,) int64."""
+    token_ids: Tensor
+    """(rows,) int64, each row's own token as an index into the draft vocabulary, -1 if it is not in it: for `ce`."""
 
 
 def teacher_chunk(teacher: Teacher, rows: Tensor, settings: LossSettings) -> TeacherChunk:
-    """Compute the teacher's distributions at flattened `rows` (R,)."""
+    """Compute the teacher's distributions at flattened `rows` (R,), for the tokens at `rows` + 1."""
+    if settings.kind == "ce":
+        return _hard_labels(teacher.token_ids[rows + 1])
     whole = settings.needs_whole_vocabulary
     hidden = teacher.hidden.index_select(0, rows)
     all_logits = torch.nn.functional.linear(hidden, teacher.lm_head if whole else teacher.draft_head)
@@ -65,6 +69,19 @@ def teacher_chunk(teacher: Teacher, rows: Tensor, settings: LossSettings) -> Tea
         if settings.mask_out_of_vocab:
             found.counts[block] = all_logits[block].amax(dim=-1) <= top
     return found
+
+
+def _hard_labels(token_ids: Tensor) -> TeacherChunk:
+    """The text itself as the teacher: it takes no product."""
+    nothing = torch.empty(len(token_ids), 0, device=token_ids.device)
+    return TeacherChunk(
+        renormalised=nothing,
+        logits=nothing,
+        lse=nothing.new_empty(len(token_ids)),
+        mass=None,
+        best=token_ids.clamp_min(0),
+        counts=token_ids >= 0,
+    )
 
 
 def _blocks(rows: int, device: torch.device) -> Iterator[slice]:
@@ -112,18 +129,21 @@ class _ChunkedDistillation(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        head: Tensor,
         teacher: Teacher,
         labels: ChainLabels,
         token_weights: Tensor,
         settings: LossSettings,
-        *hidden: Tensor,
+        num_steps: int,
+        *tensors: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        num_steps = len(hidden)
-        compute_head = head.to(hidden[0].dtype)
+        hidden, heads = tensors[:num_steps], tensors[num_steps:]
+        compute_heads = [head.to(hidden[0].dtype) for head in heads]
         hidden_gradients = [torch.empty_like(rows) for rows in hidden]
-        head_gradient = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[0] else None
-        losses = torch.zeros(num_steps, dtype=torch.float32, device=head.device)
+        head_gradients = [
+            torch.zeros_like(head, dtype=torch.float32) if needed else None
+            for head, needed in zip(heads, ctx.needs_input_grad[5 + num_steps :], strict=True)
+        ]
+        losses = torch.zeros(num_steps, dtype=torch.float32, device=token_weights.device)
         matches = torch.zeros_like(losses)
         for start, end, parts in _chunks(labels):
             chunk = teacher_chunk(teacher, labels.label[start:end] - 1, settings)
@@ -131,20 +151,22 @@ class _ChunkedDistillation(torch.autograd.Function):
             for step, (first, last) in enumerate(parts):
                 if first == last:
                     continue
+                which = min(step, len(heads) - 1)
                 members = labels.taught[step][first:last] - start
                 student = hidden[step][first:last]
-                logits = torch.nn.functional.linear(student, compute_head)
+                logits = torch.nn.functional.linear(student, compute_heads[which])
                 loss, matched = _replace_by_gradient(logits, members, chunk, settings)
                 share = weights[members] / settings.keep_ratio**step
                 matches[step] += (matched * share).sum()
                 losses[step] += (loss * share).sum()
                 # Each row's weight goes to the narrow side of the products.
                 share = (share * settings.step_weights[step])[:, None]
-                hidden_gradients[step][first:last] = (logits @ compute_head) * share
+                hidden_gradients[step][first:last] = (logits @ compute_heads[which]) * share
+                head_gradient = head_gradients[which]
                 if head_gradient is not None:
                     head_gradient += logits.T @ (student * share).to(student.dtype)
-        ctx.save_for_backward(*hidden_gradients, *([] if head_gradient is None else [head_gradient]))
-        ctx.num_steps, ctx.head_dtype = num_steps, head.dtype
+        ctx.save_for_backward(*hidden_gradients, *head_gradients)
+        ctx.num_steps, ctx.head_dtypes = num_steps, [head.dtype for head in heads]
         ctx.mark_non_differentiable(losses, matches)
         total = (losses * losses.new_tensor(settings.step_weights)).sum()
         return total, losses, matches
@@ -152,15 +174,20 @@ class _ChunkedDistillation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         scale = upstream[0]
-        saved = ctx.saved_tensors
-        hidden_gradients = [gradient * scale.to(gradient.dtype) for gradient in saved[: ctx.num_steps]]
-        head_gradient = (saved[-1] * scale).to(ctx.head_dtype) if len(saved) > ctx.num_steps else None
-        return (head_gradient, None, None, None, None, *hidden_gradients)
+        hidden_gradients, head_gradients = ctx.saved_tensors[: ctx.num_steps], ctx.saved_tensors[ctx.num_steps :]
+        return (
+            *[None] * 5,
+            *(gradient * scale.to(gradient.dtype) for gradient in hidden_gradients),
+            *(
+                None if gradient is None else (gradient * scale).to(dtype)
+                for gradient, dtype in zip(head_gradients, ctx.head_dtypes, strict=True)
+            ),
+        )
 
 
 def chunked_distillation(
-    hidden: list[Tensor],
-    head: Tensor,
+    hidden: Sequence[Tensor],
+    heads: Sequence[Tensor],
     teacher: Teacher,
     labels: ChainLabels,
     token_weights: Tensor,
@@ -169,18 +196,19 @@ def chunked_distillation(
     """Distil the teacher into all steps of a chain drafter.
 
     Args:
-        hidden: S tensors (N_k, D), after the drafter's final norm; step k's output at `labels.rows(k)`.
-        head: (Vd, D), the drafter's LM head.
+        hidden: S tensors (N_k, D), what the LM head reads; step k's output at `labels.rows(k)`.
+        heads: (Vd, D), the drafter's LM head: one for all steps, or S of them.
         teacher: the target.
         labels: which rows predict which tokens.
         token_weights: (rows,) float32, each token's share in the global loss.
         settings: which loss.
 
     Returns:
-        total loss (scalar, differentiable with respect to `hidden` and `head`), per-step losses (S,) without step
+        total loss (scalar, differentiable with respect to `hidden` and `heads`), per-step losses (S,) without step
         weights, per-step top-1 agreement with the teacher (S,), weighted like the loss.
     """
+    assert len(heads) in (1, len(hidden))
     result: tuple[Tensor, Tensor, Tensor] = _ChunkedDistillation.apply(  # type: ignore[no-untyped-call]
-        head, teacher, labels, token_weights, settings, *hidden
+        teacher, labels, token_weights, settings, len(hidden), *hidden, *heads
     )
     return result

@@ -8,48 +8,30 @@
 Which row reads what is in `train.drafters.rows`. Shape letters as in `train.drafters.base`; R = flattened rows B * T.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
-from conf import config
-from data.batch import Batch, TargetFeatures, TargetParts, Wants
-from data.blocked_attention import Spans
-from train.drafters.base import DrafterConfig, DraftLoss, Servable
-from train.drafters.distillation import Teacher, chunked_distillation
-from train.drafters.eagle_layer import Attend, EagleLayer, copy_target_layer, default_aux_layers
-from train.drafters.fed_back import FedBackDrafter
+from conf import InputError, config
+from data.batch import TargetFeatures, Wants
+from data.decoder import TargetParts
+from train.drafters.base import Servable
+from train.drafters.draft_layer import Attend, EagleLayer, default_aux_layers, start_from_target
+from train.drafters.fed_back import FedBackConfig, FedBackDrafter
 from train.drafters.flops import linear_flops
-from train.drafters.layers import RMSNorm, Rotary, llama_shape, product_dtype
-from train.drafters.losses import LossKind, LossSettings
-from train.drafters.rows import chain_labels, shifted_ids
-from train.drafters.ttt_attention import ttt_attention
+from train.drafters.foreign import renamed, require_settings, require_targets_embedding
+from train.drafters.layers import RMSNorm, Rotary
 
 
 @config
-class Eagle3Config(DrafterConfig):
+class Eagle3Config(FedBackConfig):
     """Values: conf/drafter/eagle3.yaml."""
 
     aux_layers: tuple[int, ...] | None
     """Indices into the target's `hidden_states` (i = the state entering layer i), ascending, each in 1..n-1;
     None means (2, n // 2, n - 3) for n layers."""
-    ttt_steps: int = Field(ge=1)
-    """Training-time-test steps S; 7 in the EAGLE-3 code."""
-    step_loss_decay: float = Field(gt=0, le=1)
-    """Weight of step k is step_loss_decay ** k."""
-    row_keep_ratio: float = Field(gt=0, le=1)
-    """Share of a step's rows that the next step goes on from, drawn anew in every epoch and weighted up by as much:
-    later steps then cost less and the loss stays unbiased. 1 keeps all."""
-    loss: LossKind
-    """soft_ce, kl, reverse_kl, jsd, tv, lk_alpha or lk_lambda: see train/drafters/losses.py."""
-    lk_scale: float = Field(ge=0)
-    """lk_lambda: weight of KL is lk_scale * exp(-lk_decay * alpha)."""
-    lk_decay: float = Field(ge=0)
-    mask_out_of_vocab: bool
-    """Leave out labels whose argmax is outside the draft vocabulary."""
     fc_norm: bool
     """EAGLE-3.1: normalise each auxiliary state before fc."""
     norm_output: bool
@@ -62,8 +44,6 @@ class Eagle3Config(DrafterConfig):
     """Copy attention and feed-forward of this target layer (negative counts from the end); None starts at random."""
     init_seed: int
     """Of the random parts."""
-    compile: bool
-    """Let torch.compile fuse the layer and the loss: for GPUs, and CPUs with a C++ compiler; the first steps wait."""
 
     def build(self, target: TargetParts, draft_to_target_ids: Tensor) -> "Eagle3":
         """Make the untrained head; see DrafterConfig.build.
@@ -74,20 +54,29 @@ class Eagle3Config(DrafterConfig):
         return Eagle3(self, target, draft_to_target_ids)
 
 
+def _stated_layers(facts: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The auxiliary layers that config.json names, as states that enter a layer: so counts the list at its top (vLLM,
+    speculators); the nested one (EAGLE, SpecForge, ModelOpt, SGLang) counts the layers whose output is meant."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    entering, leaving = facts.get(key), nested.get(key)
+    shifted = None if leaving is None else [layer + 1 for layer in leaving]
+    if entering is not None and shifted is not None and list(entering) != shifted:
+        raise InputError(
+            f"the head names its layers twice, and differently: {key} {entering} at the top, {leaving} in eagle_config "
+            "(the latter counts from one less)"
+        )
+    stated = entering if entering is not None else shifted
+    return default_aux_layers(num_layers) if stated is None else tuple(stated)
+
+
 class Eagle3(FedBackDrafter):
     """The head. `fc`, `midlayer`, `norm`, `lm_head` are trained; the embedding is the target's own."""
 
-    embed_tokens: Tensor
-    """(V, D) buffer, the target's own."""
-    target_head: Tensor
-    """(V, D) buffer, the target's LM head."""
-    teacher_rows: Tensor
-    """(Vd, D) buffer, its rows that the drafter can propose."""
+    settings: Eagle3Config
 
     def __init__(self, settings: Eagle3Config, target: TargetParts, draft_to_target_ids: Tensor) -> None:
-        super().__init__()
-        self.settings = settings
-        shape = llama_shape(target.config)
+        super().__init__(settings, target, draft_to_target_ids)
+        shape, width = self.shape, self.shape.hidden_size
         layers = settings.aux_layers
         if layers is None:
             layers = default_aux_layers(shape.num_hidden_layers)
@@ -101,9 +90,6 @@ class Eagle3(FedBackDrafter):
                 f"{shape.num_hidden_layers - 1} (engines cannot capture others)"
             )
         self.wants = Wants(aux_layers=layers, last_hidden_state=True)
-        self.shape = shape
-        self.target_vocab_size = shape.vocab_size
-        width = shape.hidden_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.init_seed)
             self.fc_norm = nn.ModuleList(
@@ -114,10 +100,6 @@ class Eagle3(FedBackDrafter):
             self.norm = RMSNorm(width, shape.rms_norm_eps)
             self.lm_head = nn.Linear(width, len(draft_to_target_ids), bias=False)
         self.rotary = Rotary(shape)
-        self.register_buffer("draft_to_target_ids", draft_to_target_ids.clone())
-        self.register_buffer("embed_tokens", target.embed_tokens.detach(), persistent=False)
-        self.register_buffer("target_head", target.lm_head.detach(), persistent=False)
-        self.register_buffer("teacher_rows", target.lm_head.detach()[draft_to_target_ids], persistent=False)
         self._initialise(target)
         if settings.compile:
             self.midlayer.forward = torch.compile(  # type: ignore[method-assign]
@@ -130,112 +112,16 @@ class Eagle3(FedBackDrafter):
         self.lm_head.requires_grad_(self.settings.train_lm_head)
         self.norm.weight.copy_(target.final_norm)
         if self.settings.init_layer is not None:
-            if not -len(target.layers) <= self.settings.init_layer < len(target.layers):
-                raise ValueError(
-                    f"drafter.init_layer={self.settings.init_layer}: the target has {len(target.layers)} layers"
-                )
-            copy_target_layer(self.midlayer, self.fc, target.layers[self.settings.init_layer])
+            start_from_target(self.midlayer, self.fc, target.decoder.layers, self.settings.init_layer)
 
-    # --- training ----------------------------------------------------------------------------------------------------
+    # --- what one row computes, in training and decoding -------------------------------------------------------------
 
-    def loss(self, batch: Batch, features: TargetFeatures) -> DraftLoss:
-        """Distillation loss over all training-time-test steps; see Drafter.loss."""
-        assert features.last_hidden_state is not None  # asked for in `wants`
-        steps = self.settings.ttt_steps
-        labels = chain_labels(batch, steps, self.settings.row_keep_ratio)
-        rows = [labels.rows(step) for step in range(steps)]
-        hidden = [self.norm(stream) for stream in self._unroll(batch, features, rows)]
-        teacher = Teacher(
-            hidden=features.last_hidden_state.flatten(0, 1),
-            lm_head=self.target_head,
-            draft_head=self.teacher_rows,
-            draft_to_target_ids=self.draft_to_target_ids,
-        )
-        total, losses, matches = chunked_distillation(
-            [rows.to(product_dtype(rows)) for rows in hidden],
-            self.lm_head.weight,
-            teacher,
-            labels,
-            batch.token_weights.flatten(),
-            self._loss_settings(),
-        )
-        return DraftLoss(loss=total, step_losses=losses, step_matches=matches)
+    @property
+    def draft_head(self) -> Tensor:
+        """See FedBackDrafter.draft_head."""
+        return self.lm_head.weight
 
-    def _loss_settings(self) -> LossSettings:
-        chosen = self.settings
-        return LossSettings(
-            kind=chosen.loss,
-            lk_scale=chosen.lk_scale,
-            lk_decay=chosen.lk_decay,
-            mask_out_of_vocab=chosen.mask_out_of_vocab,
-            step_weights=tuple(chosen.step_loss_decay**k for k in range(chosen.ttt_steps)),
-            keep_ratio=chosen.row_keep_ratio,
-            compiled=chosen.compile,
-        )
-
-    def flops(self, batch: Batch) -> int:
-        """See Drafter.flops. The teacher's part is one product, forward only, for all steps."""
-        labels = chain_labels(batch, self.settings.ttt_steps, self.settings.row_keep_ratio)
-        rows = [labels.rows(step) for step in range(self.settings.ttt_steps)]
-        depth = batch.position_ids.flatten() + 1  # keys of step 0 that each row sees
-        everywhere, outputs = depth.numel(), sum(map(len, rows))
-        teacher_head = self.target_head if self._loss_settings().needs_whole_vocabulary else self.teacher_rows
-        return (
-            linear_flops(self.fc, everywhere, input_gradient=False)
-            + self.midlayer.flops(everywhere + outputs - len(rows[0]), outputs, int(sum(depth[r].sum() for r in rows)))
-            + linear_flops(self.lm_head, outputs)
-            + 2 * len(labels.label) * teacher_head.numel()
-        )
-
-    @torch.no_grad()
-    def greedy_drafts(self, batch: Batch, features: TargetFeatures, num_draft_tokens: int) -> Tensor:
-        """Greedy drafts at every row; see Drafter.greedy_drafts."""
-        everywhere = torch.arange(batch.input_ids.numel(), device=batch.input_ids.device)
-        drafts = [
-            self.draft_to_target_ids[self.lm_head(self.norm(stream)).argmax(dim=-1)]
-            for stream in self._unroll(batch, features, [everywhere] * num_draft_tokens)
-        ]
-        return torch.stack(drafts, dim=-1).view(*batch.input_ids.shape, num_draft_tokens)  # (B, T, K)
-
-    def _unroll(self, batch: Batch, features: TargetFeatures, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Output streams of training-time test, on the text's own tokens.
-
-        Args:
-            batch: the text.
-            features: of all its rows.
-            rows: for each step the flattened rows (N_k,) that it is wanted for, among those of the step before.
-
-        Returns:
-            For each step (N_k, D).
-        """
-        positions = batch.position_ids.flatten()
-        attend = _TTTAttend(batch.document_spans(), rows[0])
-        hidden = self.midlayer(
-            self._embed(shifted_ids(batch, 1)), self._fuse(features), self.rotary.table(positions), attend, rows[0]
-        )
-        streams = [hidden]
-        for step, (before, chosen) in enumerate(pairwise(rows), start=1):
-            kept = torch.searchsorted(before, chosen)
-            attend.narrow(chosen, kept)
-            embeds = self._embed(shifted_ids(batch, 1 + step)[chosen])
-            fed_back = self._fed_back(hidden.index_select(0, kept))
-            hidden = self.midlayer(embeds, fed_back, self.rotary.table(positions[chosen] + step), attend)
-            streams.append(hidden)
-        return streams
-
-    # --- shared with decoding ----------------------------------------------------------------------------------------
-
-    def _layer(self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """(R,) ids and (R, D) features -> (R, D) output stream."""
-        output: Tensor = self.midlayer(self._embed(ids), hidden, self.rotary.table(positions), attend)
-        return output
-
-    def _logits(self, stream: Tensor) -> Tensor:
-        """(..., D) output stream -> (..., Vd)."""
-        logits: Tensor = self.lm_head(self.norm(stream))
-        return logits
-
-    def _fuse(self, features: TargetFeatures) -> Tensor:
+    def fuse(self, features: TargetFeatures) -> Tensor:
         """(B, T, A * D) auxiliary states -> (R, D) features."""
         states = features.aux_hidden_states.flatten(0, 1).to(self.fc.weight.dtype)
         if self.fc_norm:
@@ -244,14 +130,55 @@ class Eagle3(FedBackDrafter):
         fused: Tensor = self.fc(states)
         return fused
 
-    def _embed(self, ids: Tensor) -> Tensor:
-        """(R,) ids -> (R, D) embeddings of the target, in the drafter's dtype."""
-        return nn.functional.embedding(ids, self.embed_tokens).to(self.fc.weight.dtype)
+    def layer(
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, queries: Tensor | None = None
+    ) -> Tensor:
+        """See FedBackDrafter.layer."""
+        embeds = self.embed(ids, self.fc.weight)
+        output: Tensor = self.midlayer(embeds, hidden, self.rotary.table(positions), attend, queries)
+        return output
 
-    def _fed_back(self, stream: Tensor) -> Tensor:
-        """What the next step reads of this step's output."""
-        normed: Tensor = self.norm(stream) if self.settings.norm_output else stream
-        return normed
+    def fed_back(self, stream: Tensor) -> Tensor:
+        """See FedBackDrafter.fed_back."""
+        return self.normed(stream) if self.settings.norm_output else stream
+
+    def normed(self, stream: Tensor) -> Tensor:
+        """See FedBackDrafter.normed."""
+        output: Tensor = self.norm(stream)
+        return output
+
+    def logits(self, stream: Tensor) -> Tensor:
+        """See FedBackDrafter.logits; called as a module, which is where ZeRO-3 gathers its weight."""
+        output: Tensor = self.lm_head(self.norm(stream))
+        return output
+
+    def layer_flops(self, everywhere: int, key_rows: int, query_rows: int, pairs: int) -> int:
+        """See FedBackDrafter.layer_flops."""
+        fused = linear_flops(self.fc, everywhere, input_gradient=False)
+        return fused + self.midlayer.flops(key_rows, query_rows, pairs)
+
+    def translate(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Heads of EAGLE, SpecForge, ModelOpt and speculators; see Drafter.translate."""
+        require_targets_embedding(tensors, self.embed_tokens)
+        num_layers = self.shape.num_hidden_layers
+        facts = dict(config)
+        nested = facts.get("eagle_config") or {}
+        of_speculators = "speculators_model_type" in facts
+        if facts.get("norm_before_fc") or nested.get("norm_before_fc") or "input_norm.weight" in tensors:
+            raise InputError("the head normalises all auxiliary states as one (norm_before_fc), which ours cannot")
+        require_settings(
+            {
+                "aux_layers": _stated_layers(facts, nested, num_layers),
+                "norm_before_residual": facts.get("norm_before_residual", of_speculators),
+                "fc_norm": facts.get("fc_norm", facts.get("use_aux_norm", False)),
+                "norm_output": facts.get("norm_output", nested.get("return_hidden_post_norm", False)),
+            },
+            {**vars(self.settings), "aux_layers": self.wants.aux_layers},
+        )
+        found = renamed(tensors, [(r"layers\.0\.(.*)", r"midlayer.\1")], ["embed_tokens.weight", r"verifier_.*"])
+        if "lm_head.weight" not in found and len(self.draft_to_target_ids) == self.target_vocab_size:
+            found["lm_head.weight"] = self.target_head  # engines share it
+        return found
 
     def to_serving(self) -> Servable:
         """Tensors and facts of serving.md's EAGLE-3 contract; see Drafter.to_serving."""
@@ -267,28 +194,3 @@ class Eagle3(FedBackDrafter):
                 "head_dim": self.midlayer.head_dim,
             },
         )
-
-
-class _TTTAttend:
-    """Attention of an unrolled chain: step 0 leaves its keys and values for all later steps, which add their own."""
-
-    def __init__(self, spans: Spans, rows: Tensor) -> None:
-        self.spans, self.rows = spans, rows
-        self.shared: tuple[Tensor, Tensor] | None = None
-        self.own_keys: list[Tensor] = []
-        self.own_values: list[Tensor] = []
-
-    def narrow(self, rows: Tensor, kept: Tensor) -> None:
-        """Go on with `rows`, the entries `kept` of those so far."""
-        self.rows = rows
-        self.own_keys = [keys.index_select(1, kept) for keys in self.own_keys]
-        self.own_values = [values.index_select(1, kept) for values in self.own_values]
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # blocks follow the documents: nothing to trace
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        if self.shared is None:
-            self.shared = keys, values
-        else:
-            self.own_keys.append(keys)
-            self.own_values.append(values)
-        return ttt_attention(query, *self.shared, self.own_keys, self.own_values, self.rows, self.spans)

@@ -1,23 +1,38 @@
-"""Decoding of serial drafters that read their own output back: one layer over [token; state] (the EAGLE family, MTP).
+"""Serial drafters that read their own output back: one layer over [token; state] (the EAGLE family, MTP).
 
 A row reads the state before it (the target's features where they are known, else the drafter's own output) and a token;
-its output is the state of the next row and gives the logits of the token after. A family says what its layer is; the
-keys and values of B sequences, trees included, are kept here.
+its output is the state of the next row and gives the logits of the token after. A family says what its layer is;
+training-time test and decoding, with the keys and values of B sequences, trees included, are the same for all.
 """
 
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from conf import config
 from data.attention import grouped_attention
-from data.batch import TargetFeatures
+from data.batch import Batch, TargetFeatures
 from data.cache import KVBuffer, Slots, slots_after, step_mask, tree_mask
-from train.drafters.base import DraftState
-from train.drafters.eagle_layer import Attend
-from train.drafters.serial import SerialDrafter
+from train.drafters.base import DraftLoss, DraftState
+from train.drafters.distilled import DistilledDrafter, SteppedConfig
+from train.drafters.draft_layer import Attend
+from train.drafters.flops import product_flops
+from train.drafters.rows import ChainLabels, chain_labels, shifted_ids
+from train.drafters.serial import Ancestry
+from train.drafters.ttt_attention import TTTAttend
+
+
+@config
+class FedBackConfig(SteppedConfig):
+    """What their yamls have in common."""
+
+    ttt_steps: int = Field(ge=1)
+    """Training-time-test steps S: how often the layer reads its own output in training."""
 
 
 @dataclass
@@ -32,8 +47,8 @@ class FedBackState(DraftState):
     """(B, D): output at the last committed row."""
     simulated: Tensor | None = None
     """(B, 1 + nodes, D): `hidden`, then the outputs of the nodes that the proposal has read."""
-    ancestors: Tensor | None = None
-    """(B, 1 + nodes, nodes) bool: which nodes each of these rows sees."""
+    ancestry: Ancestry | None = None
+    """Of these nodes."""
 
     def keep(self, sequences: Tensor) -> None:
         """See DraftState.keep."""
@@ -42,24 +57,104 @@ class FedBackState(DraftState):
         self.hidden = None if self.hidden is None else self.hidden[sequences]
 
 
-class FedBackDrafter(SerialDrafter):
+class FedBackDrafter(DistilledDrafter):
     """A serial drafter whose layer reads its own output back."""
 
+    settings: FedBackConfig
+
+    @property
     @abstractmethod
-    def _fuse(self, features: TargetFeatures) -> Tensor:
+    def draft_head(self) -> Tensor:
+        """(Vd, D): the LM head."""
+
+    @abstractmethod
+    def fuse(self, features: TargetFeatures) -> Tensor:
         """Features (B, M, ...) -> (B * M, D), the state that the layer reads."""
 
     @abstractmethod
-    def _layer(self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """(R,) token ids, (R, D) states, (R,) positions -> (R, D) output stream."""
+    def layer(
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, queries: Tensor | None = None
+    ) -> Tensor:
+        """(R,) token ids, (R, D) states, (R,) positions -> (Q, D) output stream of the rows `queries` (all of them)."""
 
     @abstractmethod
-    def _fed_back(self, stream: Tensor) -> Tensor:
+    def fed_back(self, stream: Tensor) -> Tensor:
         """(..., D) output stream -> what the next row reads of it."""
 
     @abstractmethod
-    def _logits(self, stream: Tensor) -> Tensor:
+    def normed(self, stream: Tensor) -> Tensor:
+        """(..., D) output stream -> what the LM head reads of it."""
+
+    @abstractmethod
+    def layer_flops(self, everywhere: int, key_rows: int, query_rows: int, pairs: int) -> int:
+        """Training FLOPs of `fuse` on `everywhere` rows and of the layer: `query_rows` outputs over `key_rows` keys and
+        values, `pairs` of them looked at."""
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def loss(self, batch: Batch, features: TargetFeatures) -> DraftLoss:
+        """Distillation over all training-time-test steps; see Drafter.loss."""
+        labels = chain_labels(batch, self.settings.ttt_steps, self.settings.row_keep_ratio)
+        rows = [labels.rows(step) for step in range(self.settings.ttt_steps)]
+        return self.taught(self._unroll(batch, features, rows), labels, batch, features)
+
+    def taught(
+        self, streams: Sequence[Tensor], labels: ChainLabels, batch: Batch, features: TargetFeatures
+    ) -> DraftLoss:
+        """The loss of the steps' output streams, each (N_k, D) at `labels.rows(k)`."""
+        return self.distil(
+            [self.normed(stream) for stream in streams], [self.draft_head], labels, batch, features,
+            self.settings.step_loss_decay, self.settings.row_keep_ratio,
+        )  # fmt: skip
+
+    def flops(self, batch: Batch) -> int:
+        """See Drafter.flops."""
+        labels = chain_labels(batch, self.settings.ttt_steps, self.settings.row_keep_ratio)
+        rows = [labels.rows(step) for step in range(self.settings.ttt_steps)]
+        depth = batch.position_ids.flatten() + 1  # keys of step 0 that each row sees
+        everywhere, outputs = depth.numel(), sum(map(len, rows))
+        pairs = int(sum(depth[chosen].sum() for chosen in rows))
+        layer = self.layer_flops(everywhere, everywhere + outputs - len(rows[0]), outputs, pairs)
+        return layer + product_flops(self.draft_head, outputs) + self.teacher_flops(labels)
+
+    @torch.no_grad()
+    def greedy_drafts(self, batch: Batch, features: TargetFeatures, num_draft_tokens: int) -> Tensor:
+        """Greedy drafts at every row; see Drafter.greedy_drafts."""
+        everywhere = torch.arange(batch.input_ids.numel(), device=batch.input_ids.device)
+        drafts = [
+            self.draft_to_target_ids[self.logits(stream).argmax(dim=-1)]
+            for stream in self._unroll(batch, features, [everywhere] * num_draft_tokens)
+        ]
+        return torch.stack(drafts, dim=-1).view(*batch.input_ids.shape, num_draft_tokens)  # (B, T, K)
+
+    def _unroll(self, batch: Batch, features: TargetFeatures, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Output streams of training-time test, on the text's own tokens.
+
+        Args:
+            batch: the text.
+            features: of all its rows.
+            rows: for each step the flattened rows (N_k,) that it is wanted for, among those of the step before.
+
+        Returns:
+            For each step (N_k, D).
+        """
+        positions = batch.position_ids.flatten()
+        attend = TTTAttend(batch.document_spans(), rows[0])
+        hidden = self.layer(shifted_ids(batch, 1), self.fuse(features), positions, attend, rows[0])
+        streams = [hidden]
+        for step, (before, chosen) in enumerate(pairwise(rows), start=1):
+            kept = torch.searchsorted(before, chosen)
+            attend.narrow(chosen, kept)
+            ids = shifted_ids(batch, 1 + step)[chosen]
+            hidden = self.layer(ids, self.fed_back(hidden.index_select(0, kept)), positions[chosen] + step, attend)
+            streams.append(hidden)
+        return streams
+
+    def logits(self, stream: Tensor) -> Tensor:
         """(..., D) output stream -> (..., Vd)."""
+        return torch.nn.functional.linear(self.normed(stream), self.draft_head)
+
+    # --- decoding ----------------------------------------------------------------------------------------------------
 
     def start(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> FedBackState:
         """An empty state; see Proposer.start."""
@@ -71,7 +166,7 @@ class FedBackDrafter(SerialDrafter):
         batch, num_rows = next_ids.shape
         slots = slots_after(state.lengths, num_rows, state.kv.capacity)
         mask = step_mask(state.lengths, num_rows, slots.end)
-        fused = self._fuse(features).view(batch, num_rows, -1)
+        fused = self.fuse(features).view(batch, num_rows, -1)
         outputs = self._decode_rows(state, fused, next_ids, slots.index, slots, mask)
         state.hidden = outputs[torch.arange(batch, device=counts.device), counts - 1]
         state.lengths = state.lengths + counts
@@ -81,29 +176,21 @@ class FedBackDrafter(SerialDrafter):
         if state.hidden is None:
             raise ValueError("propose() needs a committed row to draft from: call observe() first")
         state.simulated = state.hidden[:, None]
-        state.ancestors = torch.zeros(len(state.hidden), 1, 0, dtype=torch.bool, device=state.hidden.device)
-        return self._logits(state.hidden)
+        state.ancestry = Ancestry(len(state.hidden), state.hidden.device)
+        return self.logits(state.hidden)
 
     def extend(self, state: FedBackState, tokens: Tensor, parents: Tensor, depth: int) -> Tensor:
         """(B, W, Vd); see SerialDrafter.extend."""
-        assert state.simulated is not None and state.ancestors is not None  # first_logits came before
+        assert state.simulated is not None and state.ancestry is not None  # first_logits came before
         batch, width = tokens.shape
         sequences = torch.arange(batch, device=tokens.device)[:, None]
-        above = parents + 1  # row 0 is the committed text
-        num_simulated = state.simulated.shape[1] - 1
-        # Each new row sees what its parent's row sees, and itself.
-        inherited = state.ancestors[sequences, above]  # (B, W, simulated)
-        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
-        visible = torch.cat([inherited, own], dim=-1)
-        slots = slots_after(state.lengths + num_simulated, width, state.kv.capacity)
-        mask = tree_mask(state.lengths, visible, slots.end)
+        slots = slots_after(state.lengths + len(state.ancestry), width, state.kv.capacity)
+        mask = tree_mask(state.lengths, state.ancestry.add(parents), slots.end)
         positions = (state.lengths - 1 + depth)[:, None].expand(-1, width)
-        hidden = self._fed_back(state.simulated[sequences, above])
+        hidden = self.fed_back(state.simulated[sequences, parents + 1])
         outputs = self._decode_rows(state, hidden, tokens, positions, slots, mask)
         state.simulated = torch.cat([state.simulated, outputs], dim=1)
-        padded = torch.nn.functional.pad(state.ancestors, (0, width))
-        state.ancestors = torch.cat([padded, visible], dim=1)
-        return self._logits(outputs)
+        return self.logits(outputs)
 
     def _decode_rows(
         self, state: FedBackState, hidden: Tensor, next_ids: Tensor, positions: Tensor, slots: Slots, mask: Tensor
@@ -119,5 +206,5 @@ class FedBackDrafter(SerialDrafter):
             mixed = grouped_attention(query, *stored, mask)
             return mixed.transpose(0, 1).flatten(1, 2)  # (H, B * M, E)
 
-        output = self._layer(next_ids.flatten(), hidden.flatten(0, 1), positions.flatten(), attend)
+        output = self.layer(next_ids.flatten(), hidden.flatten(0, 1), positions.flatten(), attend)
         return output.view(batch, num_rows, -1)

@@ -11,12 +11,17 @@ counted: what an implementation computes twice to save memory (blocked attention
 looks at in vain, the one dot product per row of each earlier draft step, and everything element-wise.
 """
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def linear_flops(layer: nn.Linear, rows: int, input_gradient: bool = True) -> int:
     """Training FLOPs of `rows` rows through `layer`."""
-    return 2 * rows * layer.weight.numel() * (1 + input_gradient + layer.weight.requires_grad)
+    return product_flops(layer.weight, rows, input_gradient)
+
+
+def product_flops(weight: Tensor, rows: int, input_gradient: bool = True) -> int:
+    """Training FLOPs of the product of `rows` rows with `weight`."""
+    return 2 * rows * weight.numel() * (1 + input_gradient + weight.requires_grad)
 
 
 def attention_flops(pairs: int, width: int) -> int:

@@ -4,7 +4,9 @@ Row by row, z the draft logits, over the draft vocabulary; p~ is p renormalised 
 probability that verification accepts a draft (so p itself, not p~):
 
     kind         loss                                             d loss / dz
+    ce           -log q(x), x the text's own token                q - 1[x]
     soft_ce      -sum p~ log q                                    q - p~
+    top_k_ce     -sum c log q, c = p~ (1 + w 1[v in top k of p])  q sum c - c
     kl           sum p~ (log p~ - log q)                          q - p~
     reverse_kl   sum q (log q - log p~)                           q (log q - log p~ - loss)
     jsd          (KL(p~ | m) + KL(q | m)) / 2,  m = (p~ + q) / 2  q (log q/m - sum q log q/m) / 2
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-LossKind = Literal["soft_ce", "kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda"]
+LossKind = Literal["ce", "soft_ce", "top_k_ce", "kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,10 @@ class LossSettings:
     lk_scale: float
     """s of lk_lambda: weight s * exp(-lk_decay * alpha) of its KL part."""
     lk_decay: float
+    top_k: int
+    """k of top_k_ce."""
+    top_k_weight: float
+    """w of top_k_ce: how much more the k most likely tokens count (HASS, arXiv:2408.15766)."""
     mask_out_of_vocab: bool
     """Leave out labels whose argmax over the whole vocabulary the drafter cannot propose (EAGLE-3's own rule)."""
     step_weights: tuple[float, ...]
@@ -55,7 +61,7 @@ class TeacherChunk:
     """The teacher's view of R labels."""
 
     renormalised: Tensor
-    """(R, Vd) float32: softmax restricted to the draft vocabulary."""
+    """(R, Vd) float32: softmax restricted to the draft vocabulary; (R, 0) for `ce`, as `logits`."""
     logits: Tensor
     """(R, Vd), in the precision that they were computed in: log p~ = logits - lse."""
     lse: Tensor
@@ -63,7 +69,7 @@ class TeacherChunk:
     mass: Tensor | None
     """(R,) float32: probability of the draft vocabulary under the whole softmax; None if the loss needs none."""
     best: Tensor
-    """(R,) int64: the most likely draft token."""
+    """(R,) int64: the most likely draft token; for `ce` the text's own."""
     counts: Tensor
     """(R,) bool: False where the label is masked out of the loss."""
 
@@ -95,8 +101,9 @@ def loss_and_gradient(
     """
     q, lse, top = softmax(draft_logits)
     matches = draft_logits.gather(1, teacher.best[:, None]).squeeze(1) == top
-    if settings.kind == "soft_ce":  # -sum p~ (z - lse)
-        return lse - dot(teacher.renormalised, draft_logits), q.sub_(teacher.renormalised), matches
+    if settings.kind in ("ce", "soft_ce", "top_k_ce"):
+        loss, gradient = _cross_entropy(draft_logits, q, lse, teacher, settings)
+        return loss, gradient, matches
     # log p~ - log q, without the rounding of either logarithm
     log_ratio = (teacher.logits - draft_logits).add_((lse - teacher.lse)[:, None])
     if settings.kind == "reverse_kl":
@@ -110,6 +117,22 @@ def loss_and_gradient(
         return kl, q.sub_(teacher.renormalised), matches
     loss, gradient = _of_acceptance(q, kl, teacher, settings)
     return loss, gradient, matches
+
+
+def _cross_entropy(
+    draft_logits: Tensor, q: Tensor, lse: Tensor, teacher: TeacherChunk, settings: LossSettings
+) -> tuple[Tensor, Tensor]:
+    """ce, soft_ce and top_k_ce: -sum c (z - lse) for the weights c that they give the tokens."""
+    if settings.kind == "ce":
+        label = teacher.best[:, None]
+        picked = draft_logits.gather(1, label)
+        return lse - picked.squeeze(1), q.scatter_add_(1, label, -torch.ones_like(picked))
+    if settings.kind == "soft_ce":
+        return lse - dot(teacher.renormalised, draft_logits), q.sub_(teacher.renormalised)
+    best = teacher.renormalised.topk(min(settings.top_k, q.shape[1]), dim=-1)
+    wanted = teacher.renormalised.scatter_add(1, best.indices, settings.top_k_weight * best.values)
+    total = wanted.sum(dim=-1)
+    return lse * total - dot(wanted, draft_logits), q.mul_(total[:, None]).sub_(wanted)
 
 
 def _jsd(q: Tensor, log_ratio: Tensor, teacher: TeacherChunk) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,8 @@ from pydantic import Field
 from torch import Tensor
 
 from conf import config
-from data.batch import TargetFeatures, TargetParts, Wants, padded
+from data.batch import TargetFeatures, Wants, padded
+from data.decoder import TargetParts
 from train.drafters.base import Draft, DrafterConfig, DraftPlan, DraftState, Proposer, Warp
 
 

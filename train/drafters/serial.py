@@ -10,9 +10,35 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from train.drafters.base import Draft, Drafter, DraftPlan, Warp
+
+
+class Ancestry:
+    """Which of the rows simulated so far each of them sees: the rows before it on its path, and itself."""
+
+    def __init__(self, batch_size: int, device: torch.device) -> None:
+        self._seen = torch.zeros(batch_size, 1, 0, dtype=torch.bool, device=device)  # row 0: the committed text
+
+    def __len__(self) -> int:
+        return self._seen.shape[2]
+
+    def add(self, parents: Tensor) -> Tensor:
+        """Note W more rows.
+
+        Args:
+            parents: (B, W) int64, earlier rows by their number; -1 is the committed text.
+
+        Returns:
+            (B, W, rows so far, these included) bool: what each of them sees.
+        """
+        batch, width = parents.shape
+        sequences = torch.arange(batch, device=parents.device)[:, None]
+        own = torch.eye(width, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+        visible = torch.cat([self._seen[sequences, parents + 1], own], dim=-1)
+        self._seen = torch.cat([nn.functional.pad(self._seen, (0, width)), visible], dim=1)
+        return visible
 
 
 class SerialDrafter(Drafter):

@@ -108,3 +108,29 @@ class _BlockedTTT(torch.autograd.Function):
 def _dot(left: Tensor, right: Tensor) -> Tensor:
     """(..., E) x (..., E) -> (...) row-wise dot products."""
     return (left * right).sum(-1, dtype=accumulator(left.dtype))
+
+
+class TTTAttend:
+    """Attention of an unrolled chain: step 0 leaves its keys and values for all later steps, which add their own."""
+
+    def __init__(self, spans: Spans, rows: Tensor) -> None:
+        self.spans, self.rows = spans, rows
+        self.shared: tuple[Tensor, Tensor] | None = None
+        self.own_keys: list[Tensor] = []
+        self.own_values: list[Tensor] = []
+
+    def narrow(self, rows: Tensor, kept: Tensor) -> None:
+        """Go on with `rows`, the entries `kept` of those so far."""
+        self.rows = rows
+        self.own_keys = [keys.index_select(1, kept) for keys in self.own_keys]
+        self.own_values = [values.index_select(1, kept) for values in self.own_values]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # blocks follow the documents: nothing to trace
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """See `train.drafters.draft_layer.Attend`; the first call is step 0's."""
+        if self.shared is None:
+            self.shared = keys, values
+        else:
+            self.own_keys.append(keys)
+            self.own_values.append(values)
+        return ttt_attention(query, *self.shared, self.own_keys, self.own_values, self.rows, self.spans)

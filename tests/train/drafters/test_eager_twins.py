@@ -22,7 +22,7 @@ from train.drafters.losses import LossSettings
 from train.drafters.rows import chain_labels
 from train.drafters.ttt_attention import ttt_attention as fast_attention
 
-KINDS = ["soft_ce", "kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda"]
+KINDS = ["ce", "soft_ce", "top_k_ce", "kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda"]
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 TWIN_ROUNDING = 4
 """How much more of it than the twin."""
@@ -70,8 +70,10 @@ def eager_losses(kind, student, teacher_logits, draft_ids, scale, decay):
     kl = (log_p.exp() * (log_p - log_q)).sum(-1)
     alpha = torch.minimum(p, q).sum(-1)
     weight = (scale * (-decay * alpha).exp()).clamp(max=1).detach()
+    best = log_p.exp().topk(2, dim=-1)
     return {
         "soft_ce": -(log_p.exp() * log_q).sum(-1),
+        "top_k_ce": -(log_p.exp() * log_q).sum(-1) - 3.0 * (best.values * log_q.gather(-1, best.indices)).sum(-1),
         "kl": kl,
         "reverse_kl": (q * (log_q - log_p)).sum(-1),
         "jsd": (log_p.exp() * (log_p - mean) + q * (log_q - mean)).sum(-1) / 2,
@@ -81,16 +83,24 @@ def eager_losses(kind, student, teacher_logits, draft_ids, scale, decay):
     }[kind]
 
 
-def eager_distillation(hidden, head, teacher, labels, weights, chosen):
+def eager_distillation(hidden, heads, teacher, labels, weights, chosen):
     teacher_logits = teacher.hidden @ teacher.lm_head.T
-    total = head.sum() * 0 + sum(rows.sum() * 0 for rows in hidden)
+    total = sum(part.sum() * 0 for part in (*heads, *hidden))
     for step, rows in enumerate(hidden):
         label = labels.label[labels.taught[step]]
         of_label = teacher_logits[label - 1]
-        losses = eager_losses(
-            chosen.kind, rows @ head.T, of_label, teacher.draft_to_target_ids, chosen.lk_scale, chosen.lk_decay
-        )
-        if chosen.mask_out_of_vocab:
+        logits = rows @ (heads[step] if len(heads) > 1 else heads[0]).T
+        if chosen.kind == "ce":
+            known = teacher.token_ids[label] >= 0
+            losses = (
+                torch.nn.functional.cross_entropy(wide(logits), teacher.token_ids[label].clamp_min(0), reduction="none")
+                * known
+            )
+        else:
+            losses = eager_losses(
+                chosen.kind, logits, of_label, teacher.draft_to_target_ids, chosen.lk_scale, chosen.lk_decay
+            )
+        if chosen.mask_out_of_vocab and chosen.kind != "ce":
             known = of_label[:, teacher.draft_to_target_ids]
             losses = losses * (known.amax(-1) == of_label.amax(-1))  # in bfloat16 two logits may tie
         share = weights[label] * chosen.step_weights[step] / chosen.keep_ratio**step
@@ -103,10 +113,10 @@ def eager_distillation(hidden, head, teacher, labels, weights, chosen):
 @given(
     runs=documents, steps=st.integers(1, 4), width=st.integers(1, 16), draft=st.integers(2, 20),
     more=st.integers(0, 20), chunk=st.integers(1, 20), block=st.integers(1, 8), keep=st.sampled_from([1.0, 0.6]),
-    masked=st.booleans(), frozen=st.booleans(), seed=st.integers(0, 10**6),
+    masked=st.booleans(), frozen=st.booleans(), separate=st.booleans(), seed=st.integers(0, 10**6),
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
-def test_distillation(kind, dtype, runs, steps, width, draft, more, chunk, block, keep, masked, frozen, seed):
+def test_distillation(kind, dtype, runs, steps, width, draft, more, chunk, block, keep, masked, frozen, separate, seed):
     generator = torch.Generator().manual_seed(seed)
     batch = batch_of(runs, generator)
     labels = chain_labels(batch, steps, keep)
@@ -117,18 +127,22 @@ def test_distillation(kind, dtype, runs, steps, width, draft, more, chunk, block
         lm_head,
         lm_head[draft_ids],
         draft_ids,
+        torch.randint(-1, draft, (batch.input_ids.numel(),), generator=generator),
     )
-    chosen = LossSettings(kind, 0.9, 3.0, masked, tuple(0.8**k for k in range(steps)), keep, compiled=False)
+    chosen = LossSettings(kind, 0.9, 3.0, 2, 3.0, masked, tuple(0.8**k for k in range(steps)), keep, compiled=False)
     hidden = [torch.randn(len(taught), width, generator=generator).to(dtype) for taught in labels.taught]
-    head = torch.randn(draft, width, generator=generator).to(dtype)
+    num_heads = steps if separate else 1
+    heads = [torch.randn(draft, width, generator=generator).to(dtype) for _ in range(num_heads)]
 
     def differentiated(run, dtype):
         leaves = [rows.to(dtype).clone().requires_grad_() for rows in hidden]
-        own_head = head.to(dtype).clone().requires_grad_(not frozen)
-        own_teacher = Teacher(*(part.to(dtype) for part in list(vars(teacher).values())[:3]), draft_ids)
-        total = run(leaves, own_head, own_teacher, labels, batch.token_weights.flatten(), chosen)
+        own_heads = [head.to(dtype).clone().requires_grad_(not frozen) for head in heads]
+        own_teacher = Teacher(
+            *(part.to(dtype) for part in list(vars(teacher).values())[:3]), draft_ids, teacher.token_ids
+        )
+        total = run(leaves, own_heads, own_teacher, labels, batch.token_weights.flatten(), chosen)
         total.backward()
-        return [total.detach(), *(leaf.grad for leaf in leaves), *([] if frozen else [own_head.grad])]
+        return [total.detach(), *(leaf.grad for leaf in (*leaves, *([] if frozen else own_heads)))]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distillation, "CHUNK_ROWS", chunk)
@@ -197,14 +211,15 @@ def test_compiled_formulas_are_the_eager_ones(kind):
     labels = chain_labels(batch, 2)
     draft_ids = torch.arange(0, 30, 2)
     lm_head = torch.randn(30, 8, generator=generator)
-    teacher = Teacher(torch.randn(17, 8, generator=generator), lm_head, lm_head[draft_ids], draft_ids)
+    token_ids = torch.randint(-1, 15, (17,), generator=generator)
+    teacher = Teacher(torch.randn(17, 8, generator=generator), lm_head, lm_head[draft_ids], draft_ids, token_ids)
     hidden = [torch.randn(len(taught), 8, generator=generator) for taught in labels.taught]
     found = []
     for compiled in (False, True):
-        chosen = LossSettings(kind, 0.9, 3.0, False, (1.0, 0.5), 1.0, compiled)
+        chosen = LossSettings(kind, 0.9, 3.0, 2, 3.0, False, (1.0, 0.5), 1.0, compiled)
         leaves = [rows.clone().requires_grad_() for rows in hidden]
         total = chunked_distillation(
-            leaves, teacher.draft_head, teacher, labels, batch.token_weights.flatten(), chosen
+            leaves, [teacher.draft_head], teacher, labels, batch.token_weights.flatten(), chosen
         )[0]
         total.backward()
         found.append(torch.cat([total.detach()[None], *(leaf.grad.flatten() for leaf in leaves)]))

@@ -108,7 +108,8 @@ def recipe_streams(drafter, w, ids, aux, steps):
 
 def recipe_loss(drafter, w, batch, features):
     """Loss of each step: KL to p_{t+1+k} on the draft vocabulary where x_{t+1}..x_{t+2+k} are one answer."""
-    tensors = (batch.input_ids, batch.loss_mask, batch.token_weights, batch.uniforms, *vars(features).values())
+    tensors = (batch.input_ids, batch.loss_mask, batch.token_weights, batch.uniforms, features.aux_hidden_states,
+               features.last_hidden_state)  # fmt: skip
     keep = drafter.settings.row_keep_ratio
     losses = [0.0] * drafter.settings.ttt_steps
     for start, end in batch.document_spans():

@@ -14,13 +14,13 @@ from train.drafters.distillation import Teacher, chunked_distillation
 from train.drafters.losses import LossSettings, TeacherChunk, loss_and_gradient
 from train.drafters.rows import chain_labels
 
-KINDS = ["soft_ce", "kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda"]
+KINDS = ["soft_ce", "top_k_ce", "kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda"]
 V, VD, D = 23, 11, 6
 DRAFT_IDS = torch.tensor([0, 1, 4, 5, 8, 9, 12, 15, 17, 20, 22])
 
 
 def settings_of(kind, mask_out_of_vocab=False, step_weights=(1.0,), scale=0.9, decay=3.0, keep_ratio=1.0):
-    return LossSettings(kind, scale, decay, mask_out_of_vocab, tuple(step_weights), keep_ratio, compiled=False)
+    return LossSettings(kind, scale, decay, 2, 3.0, mask_out_of_vocab, tuple(step_weights), keep_ratio, compiled=False)
 
 
 def naive_loss(kind, draft_logits, target_logits, draft_ids, scale=0.9, decay=3.0):
@@ -32,9 +32,11 @@ def naive_loss(kind, draft_logits, target_logits, draft_ids, scale=0.9, decay=3.
     kl = cross_entropy + (p_tilde * p_tilde.log()).sum(-1)
     mean = (p_tilde + q) / 2
     alpha = torch.minimum(p, q).sum(-1)
+    kept = p_tilde >= p_tilde.sort(-1).values[..., -min(2, p.shape[-1])].unsqueeze(-1)
     weight = (scale * (-decay * alpha).exp()).detach()
     return {
         "soft_ce": cross_entropy,
+        "top_k_ce": cross_entropy - 3.0 * (kept * p_tilde * q.log()).sum(-1),
         "kl": kl,
         "reverse_kl": (q * (q / p_tilde).log()).sum(-1),
         "jsd": ((p_tilde * (p_tilde / mean).log()).sum(-1) + (q * (q / mean).log()).sum(-1)) / 2,
@@ -110,14 +112,20 @@ def problem(masks, num_steps, seed=0):
         batch=batch,
         hidden=[torch.randn(rows, D, generator=generator).requires_grad_() for _ in range(num_steps)],
         head=torch.randn(VD, D, generator=generator).requires_grad_(),
-        teacher=Teacher(torch.randn(rows, D, generator=generator), lm_head, lm_head[DRAFT_IDS], DRAFT_IDS),
+        teacher=Teacher(
+            torch.randn(rows, D, generator=generator),
+            lm_head,
+            lm_head[DRAFT_IDS],
+            DRAFT_IDS,
+            torch.zeros(rows, dtype=torch.int64),
+        ),
     )
 
 
 def chunked(p, loss_settings):
     labels = chain_labels(p.batch, len(p.hidden), loss_settings.keep_ratio)
     hidden = [rows[labels.rows(step)] for step, rows in enumerate(p.hidden)]
-    return chunked_distillation(hidden, p.head, p.teacher, labels, p.batch.token_weights.flatten(), loss_settings)
+    return chunked_distillation(hidden, [p.head], p.teacher, labels, p.batch.token_weights.flatten(), loss_settings)
 
 
 def naive(p, loss_settings):
@@ -247,7 +255,8 @@ def test_autocast_rounds_nothing_that_was_given_in_bfloat16(kind):
     p = problem(["pAAAAAA", "pppAAA"], num_steps=2)
     p.hidden = [rows.detach().bfloat16() for rows in p.hidden]
     p.head = p.head.detach().bfloat16()
-    p.teacher = Teacher(*(part.bfloat16() for part in list(vars(p.teacher).values())[:3]), DRAFT_IDS)
+    rounded = (part.bfloat16() for part in list(vars(p.teacher).values())[:3])
+    p.teacher = Teacher(*rounded, DRAFT_IDS, p.teacher.token_ids)
     loss_settings = settings_of(kind, step_weights=(1.0, 1.0))
     plain = chunked(p, loss_settings)
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,0 +1,99 @@
+"""Training that starts from an existing head (`drafter.init_from=`): ours, or one that other code has written.
+
+Names are translated by the family (`Drafter.translate`). Where a file could mean two things it is refused: a head that
+is read wrongly trains on, only worse.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from torch import Tensor
+
+from conf import InputError
+from conf.records import read_json, read_safetensors
+from train.checkpoint import find_checkpoint, load_weights
+from train.drafters.base import Drafter
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head as it lies on disk."""
+
+    folder: Path
+    tensors: dict[str, Tensor]
+    config: dict[str, Any]
+    """config.json of a foreign head; {} where it has none."""
+    family: str | None
+    """Of one of our checkpoints; None for a foreign head."""
+
+    def draft_to_target_ids(self, vocab_size: int) -> Tensor:
+        """(Vd,) ascending absolute ids.
+
+        Raises:
+            InputError: if the file's `d2t` can be read in two ways, or in none.
+        """
+        if self.family is not None:
+            return self.tensors["draft_to_target_ids"]
+        if "d2t" not in self.tensors:
+            return torch.arange(vocab_size)
+        stored = self.tensors["d2t"].to(torch.int64)
+        readings = {"offsets": stored + torch.arange(len(stored)), "absolute ids": stored}
+        valid = {
+            name: ids for name, ids in readings.items()
+            if bool((ids.diff() > 0).all()) and int(ids.min()) >= 0 and int(ids.max()) < vocab_size
+        }  # fmt: skip
+        if "t2d" in self.tensors:
+            known = torch.nonzero(self.tensors["t2d"]).flatten()
+            valid = {name: ids for name, ids in valid.items() if torch.equal(ids, known)}
+        if len(valid) != 1:
+            found = " or as ".join(valid) or "neither offsets nor absolute ids of this target"
+            raise InputError(f"drafter.init_from={self.folder}: its d2t can be read as {found}; repair the file first")
+        return next(iter(valid.values()))
+
+    def put_into(self, drafter: Drafter) -> None:
+        """Load the tensors into an untrained drafter of the same draft vocabulary.
+
+        Raises:
+            InputError: if the head is of another family, shape or convention.
+        """
+        tensors = self.tensors
+        if self.family is None:
+            translated = drafter.translate(self.tensors, self.config)
+            tensors = {**translated, "draft_to_target_ids": drafter.draft_to_target_ids}
+        load_weights(drafter, tensors, self.folder)
+
+
+def read_head(path: str, family: str) -> Head:
+    """Read a run or checkpoint of ours, or a folder that SpecForge, speculators, EAGLE or Medusa has written.
+
+    Args:
+        path: the folder.
+        family: name of the drafter that is to start from it.
+
+    Raises:
+        InputError: if there is nothing to read, or the checkpoint is of another family.
+    """
+    folder = Path(path).expanduser()
+    files = sorted(folder.glob("*.safetensors"))
+    if not files or (folder / "manifest.json").is_file():
+        pickles = [file.name for pattern in PICKLES for file in folder.glob(pattern)]
+        if pickles:
+            raise InputError(
+                f"drafter.init_from={path}: {pickles[0]} is a pickle, which may run code; save it as safetensors"
+            )
+        own = find_checkpoint(path)
+        name = OmegaConf.load(own / "config.yaml").drafter.name
+        if name != family:
+            raise InputError(f"drafter.init_from={path} is a checkpoint of drafter {name}, not of {family}")
+        return Head(own, read_safetensors(own / "model.safetensors", load_file), {}, name)
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors |= read_safetensors(file, load_file)
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    return Head(folder, tensors, config, None)
