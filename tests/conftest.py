@@ -93,28 +93,12 @@ def tiny_target(tiny_folder: Callable[..., Path]) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def tiny_drafter() -> Callable[..., Any]:
-    """tiny_drafter(target, draft_vocab_size, **Eagle3Config overrides) -> a random Eagle3 in the target's dtype.
-
-    Its weights are noise of visible size, so that no test passes because everything is zero.
-    """
-    from train.drafters.eagle3 import Eagle3Config
+    """tiny_drafter(target, draft_vocab_size, seed, **Eagle3Config overrides) -> `tests.families.tiny_family` of eagle3,
+    on all rows and with an LM head that is trained."""
+    from tests.families import tiny_family
 
     def make(target: Any, draft_vocab_size: int | None = None, seed: int = 0, **overrides: Any) -> Any:
-        values: dict[str, Any] = {
-            "name": "eagle3", "draft_vocab_size": draft_vocab_size, "aux_layers": None, "ttt_steps": 3,
-            "step_loss_decay": 0.8, "row_keep_ratio": 1.0, "loss": "kl", "lk_scale": 1.0, "lk_decay": 3.0,
-            "mask_out_of_vocab": False,
-            "fc_norm": False, "norm_output": False, "norm_before_residual": False, "train_lm_head": True,
-            "init_layer": None, "init_seed": seed, "compile": False,
-        }  # fmt: skip
-        vocab = target.hf_config.vocab_size
-        size = draft_vocab_size or vocab
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.randperm(vocab, generator=generator)[:size].sort().values
-        drafter = Eagle3Config(**(values | overrides)).build(target.parts, ids)
-        with torch.no_grad():
-            for parameter in drafter.parameters():
-                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-        return drafter.to(target.model.dtype)
+        chosen = {"step_loss_decay": 0.8, "row_keep_ratio": 1.0, "train_lm_head": True, "init_layer": None, **overrides}
+        return tiny_family("eagle3", target, draft_vocab_size, seed=seed, **chosen)
 
     return make

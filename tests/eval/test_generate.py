@@ -44,10 +44,12 @@ def transformers_answer(target: Any, prompt: list[int], max_tokens: int, eos: li
     return list(output[0, len(prompt) :].tolist())
 
 
-def train(drafter: Any, target: Any, answers: list[list[int]], steps: int = 100) -> Any:
+def train(
+    drafter: Any, target: Any, answers: list[list[int]], steps: int = 100, prompts: list[list[int]] | None = None
+) -> Any:
     packs = [
         [Document(prompt + answer, [False] * len(prompt) + [True] * len(answer), "test")]
-        for prompt, answer in zip(PROMPTS, answers, strict=True)
+        for prompt, answer in zip(prompts or PROMPTS, answers, strict=True)
     ]
     batch = collate(packs, len(PROMPTS[-1]) + ANSWER_TOKENS, answer_weights(packs, "token"))
     features = target.capture(batch, drafter.wants)

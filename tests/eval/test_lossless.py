@@ -42,10 +42,8 @@ class World:
     """For each prompt: generated tokens so far -> (V,) float64 of an uncached forward pass."""
 
 
-@pytest.fixture(scope="module")
-def world(tiny_target: Callable[..., Any], tiny_drafter: Callable[..., Any]) -> World:
-    target = tiny_target("llama", torch.float64, vocab_size=VOCAB, num_hidden_layers=3)  # its end token is 257: never
-    drafter = tiny_drafter(target, DRAFT_VOCAB, aux_layers=(1, 2))
+def next_token_logits(target: Any) -> list[dict[Tokens, Tensor]]:
+    """For each prompt: generated tokens so far -> (V,) float64 of an uncached forward pass."""
     tails = torch.cartesian_prod(*[torch.arange(VOCAB)] * (LENGTH - 1))
     tables = []
     for prompt in PROMPTS:
@@ -57,7 +55,14 @@ def world(tiny_target: Callable[..., Any], tiny_drafter: Callable[..., Any]) -> 
             for length in range(LENGTH):
                 table.setdefault(tuple(tail[:length]), logits[length])
         tables.append(table)
-    return World(target, drafter.eval(), tables)
+    return tables
+
+
+@pytest.fixture(scope="module")
+def world(tiny_target: Callable[..., Any], tiny_drafter: Callable[..., Any]) -> World:
+    target = tiny_target("llama", torch.float64, vocab_size=VOCAB, num_hidden_layers=3)  # its end token is 257: never
+    drafter = tiny_drafter(target, DRAFT_VOCAB, aux_layers=(1, 2))
+    return World(target, drafter.eval(), next_token_logits(target))
 
 
 def reference_probs(logits: Tensor, sampling: SamplingConfig) -> list[float]:
