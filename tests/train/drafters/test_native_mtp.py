@@ -1,0 +1,171 @@
+"""MTP layers that targets bring along: read, trained, decoded and named as in the target's folder.
+
+The reference for DeepSeek-V3 and GLM-4-MoE is transformers' own MTP forward; for Qwen3.5, which transformers does not
+run, the formula of vLLM's module around transformers' decoder layer.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.modeling_layers import MtpModel
+
+from conf import InputError
+from data.encode import Document
+from data.packing import collate_alone
+from data.target import Target, TargetConfig
+from eval.generate import plain_generate, speculative_generate
+from tests.conftest import save_tiny_model
+from tests.eval.decoding import decoding, static_tree
+from tests.families import settings_of
+from tests.train.drafters.test_eagle3 import assert_relative, batch_of
+from train.acceptance import round_walk
+from train.drafters.base import chain
+
+LAYERS, WIDTH = 3, 32
+SHAPES: dict[str, dict[str, Any]] = {
+    "glm4_moe": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "n_shared_experts": 1,
+    },
+    "deepseek_v3": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "n_shared_experts": 1, "num_key_value_heads": 4, "q_lora_rank": 16,
+        "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 4,
+    },
+    "qwen3_5_text": {"layer_types": ["full_attention"] * (LAYERS + 1)},
+}  # fmt: skip
+AROUND = {
+    "glm4_moe": ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"),
+    "qwen3_5_text": ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight", "norm.weight"),
+}
+Mtp = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Target, Mtp]]:
+    """with_mtp(family, dtype) -> a random target whose folder has an MTP layer, and that layer's tensors there."""
+
+    def make(family: str, dtype: torch.dtype = torch.float32) -> tuple[Target, Mtp]:
+        folder = tmp_path_factory.mktemp(family) / "model"
+        # One layer more than the target has: the last becomes the MTP layer.
+        save_tiny_model(folder, family, num_hidden_layers=LAYERS + 1, **SHAPES[family])
+        tensors = load_file(folder / "model.safetensors")
+        last = f"model.layers.{LAYERS}."
+        qwen = family.startswith("qwen")
+        names = AROUND["qwen3_5_text" if qwen else "glm4_moe"]
+        generator = torch.Generator().manual_seed(1)
+        norms = [torch.rand(WIDTH, generator=generator) + 0.5 for _ in range(3)]
+        projection = 0.2 * torch.randn(WIDTH, 2 * WIDTH, generator=generator)
+        place = "mtp." if qwen else last
+        mtp = {place + name: part for name, part in zip(names, (*norms[:2], projection, norms[2]), strict=True)}
+        block = "mtp.layers.0." if qwen else last
+        mtp |= {name.replace(last, block): part for name, part in tensors.items() if name.startswith(last)}
+        kept = {name: part for name, part in tensors.items() if not name.startswith(last)}
+        save_file(kept | mtp, str(folder / "model.safetensors"), metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
+        config |= {"layer_types": config["layer_types"][:LAYERS]} if qwen else {}
+        (folder / "config.json").write_text(json.dumps(config))
+        settings = TargetConfig(
+            name="tiny", path=str(folder), revision=None, dtype="float32", chat_template_kwargs={},
+            trust_remote_code=False, compile=False,
+        )  # fmt: skip
+        target = Target(settings, torch.float32)
+        if not qwen:
+            target.model.set_experts_implementation("eager")  # the grouped kernels know no float64
+            # transformers knows the numbers of the published models' MTP layers.
+            target.model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}\."]
+        target.model.to(dtype)
+        return target, mtp
+
+    return make
+
+
+def drafter_of(target: Target, **changes: Any) -> Any:
+    settings = settings_of("mtp", native=True, draft_vocab_size=None, row_keep_ratio=1.0, **changes)
+    drafter: Any = settings.build(target.parts, torch.arange(258))
+    return drafter.to(target.model.dtype)
+
+
+def reference(target: Target, drafter: Any, ids: Tensor, states: Tensor) -> Tensor:
+    """What the LM head reads after one step, for rows 0..n-2."""
+    positions = torch.arange(ids.shape[1] - 1)[None]
+    if not target.hf_config.model_type.startswith("qwen"):
+        native = MtpModel.from_pretrained(target.model).to(states.dtype)
+        output: Tensor = native.forward_layer(0, states[:, :-1], positions, None, input_ids=ids[:, 1:])
+        return output
+    mtp = drafter.mtp
+    embeds, eps = target.embed_tokens[ids[:, 1:]], target.hf_config.rms_norm_eps
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (1 + weight)  # Qwen3.5's norms count from 1
+
+    both = torch.cat([norm(embeds, mtp.enorm.weight), norm(states[:, :-1], mtp.hnorm.weight)], dim=-1)
+    joined = both @ mtp.eh_proj.weight.T
+    rotary = target.decoder.module.rotary_emb(joined, position_ids=positions)
+    found = mtp.mtp_block(joined, position_embeddings=rotary, position_ids=positions, attention_mask=None, cache=None)
+    return norm(found[0] if isinstance(found, tuple) else found, mtp.post_norm.weight)
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_first_step_is_the_native_forward(with_mtp: Any, family: str) -> None:
+    target, _ = with_mtp(family, torch.float64)
+    drafter = drafter_of(target)
+    batch = batch_of([(3, 9)])
+    features = target.capture(batch, drafter.wants)
+    with torch.no_grad():
+        expected = reference(target, drafter, batch.input_ids, features.last_hidden_state)[0]
+        (stream,) = drafter._unroll(batch, features, [torch.arange(3, 12)])
+    assert_relative(drafter.normed(stream).detach()[:-1], expected[3:])  # transformers' norms compute in float32
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_all_of_it_is_trained_and_goes_back_under_its_names(with_mtp: Any, family: str) -> None:
+    target, mtp = with_mtp(family)
+    drafter = drafter_of(target)
+    before = {name: tensor.clone() for name, tensor in drafter.to_serving().tensors.items()}
+    assert before.keys() - {"draft_to_target_ids"} == mtp.keys()
+    assert all(torch.equal(before[name], tensor) for name, tensor in mtp.items())
+    batch = batch_of([(3, 30)])
+    drafter.loss(batch, target.capture(batch, drafter.wants)).loss.backward()
+    assert all(p.grad is not None and p.grad.norm() > 0 for p in drafter.parameters())
+    assert all(p.grad is None for p in target.model.parameters())
+    with torch.no_grad():
+        drafter.mtp.eh_proj.weight.add_(1)
+    changed = {name for name, tensor in drafter.to_serving().tensors.items() if not torch.equal(tensor, before[name])}
+    assert len(changed) == 1 and changed < mtp.keys()
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_decoding_is_lossless_and_as_the_walk_says(with_mtp: Any, family: str) -> None:
+    target, _ = with_mtp(family, torch.float64)
+    drafter = drafter_of(target).requires_grad_(False).eval()
+    prompts = [[3, 17], [5, 9, 30, 2, 2, 11, 7]]
+    wanted = [run.tokens for run in plain_generate(target, prompts, decoding(chain(1), 24)).answers]
+    for plan in (chain(3), static_tree(2, 2)):
+        found = speculative_generate(target, drafter, prompts, decoding(plan, 24)).answers
+        assert [run.tokens for run in found] == wanted
+    chains = speculative_generate(target, drafter, prompts, decoding(chain(3), 24)).answers
+    for prompt, run in zip(prompts, chains, strict=True):
+        text = Document(prompt + run.tokens, [False] * len(prompt) + [True] * len(run.tokens), "test")
+        batch = collate_alone(text, 40)
+        walked = round_walk(drafter, batch, target.capture(batch, drafter.wants), 3)
+        assert walked == [[entry.num_accepted for entry in run.rounds]]
+
+
+def test_targets_without_such_a_layer_are_refused(tiny_target: Any, with_mtp: Any) -> None:
+    with pytest.raises(InputError, match="no MTP layer of its own"):
+        drafter_of(tiny_target())
+    target, _ = with_mtp("qwen3_5_text")
+    file = Path(target.folder, "model.safetensors")
+    tensors = load_file(file)
+    del tensors["mtp.fc.weight"]
+    save_file(tensors, str(file), metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"mtp\.\*.*eh_proj\.weight"):
+        drafter_of(target)

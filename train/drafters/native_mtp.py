@@ -1,0 +1,196 @@
+"""Fine-tuning the multi-token-prediction layer that a target brings along (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+
+    step k, row t:  z = W [norm_e(emb(x_{t+1+k})); norm_h(g)], in the family's order
+                    g = the target's state at t after its final norm (k = 0), else the step before's output
+    layer:          y = a decoder layer of the target's own class (its attention, experts and all), of z
+    logits:         the target's LM head(norm(y));  next step's g = norm(y)
+
+Of several such layers (one per depth) the first is read and applied again and again, as engines do. `to_serving` gives
+the tensors the names that they came under, so that they can be put back and nothing else of the target changes.
+
+Families, by the names in the target's folder:
+
+    layers.N.*    DeepSeek-V3, GLM-4-MoE and what else transformers knows (`MtpModel`)     [embedding; state]
+    mtp.*         Qwen3.5 and Qwen3-Next, dense                                            [embedding; state]
+
+Shape letters as in `train.drafters.base`; R = flattened rows B * T.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import MtpLayer, MtpModel
+
+from conf import InputError
+from conf.records import read_safetensors
+from data.batch import TargetFeatures, Wants
+from data.decoder import TargetParts
+from train.drafters.base import Servable
+from train.drafters.draft_layer import Attend
+from train.drafters.fed_back import FedBackConfig, FedBackDrafter
+from train.drafters.flops import attention_flops, linear_flops
+
+QWEN = ("qwen3_5", "qwen3_next")
+OF_QWEN = {
+    "mtp.fc.": "eh_proj.",
+    "mtp.pre_fc_norm_embedding.": "enorm.",
+    "mtp.pre_fc_norm_hidden.": "hnorm.",
+    "mtp.layers.0.": "mtp_block.",
+    "mtp.norm.": "post_norm.",
+}
+"""Names in the folder -> names in transformers' `MtpLayer`."""
+
+
+class NativeMtp(FedBackDrafter):
+    """The module, as transformers names its parts."""
+
+    drafts_untrained = True
+
+    def __init__(self, settings: FedBackConfig, target: TargetParts, draft_to_target_ids: Tensor) -> None:
+        """Read it from the target's folder.
+
+        Raises:
+            InputError: if the target has none that is known.
+        """
+        super().__init__(settings, target, draft_to_target_ids)
+        self.wants = Wants(aux_layers=(), last_hidden_state=True)
+        # In a tuple: the target's modules are not this module's, to be moved or saved with it.
+        self._of_target = (target.decoder.model, target.decoder.module.rotary_emb)
+        self.mtp: Any = native_layer(target).float().requires_grad_(True).train()
+
+    @property
+    def draft_head(self) -> Tensor:
+        """See FedBackDrafter.draft_head."""
+        return self.teacher_rows
+
+    def fuse(self, features: TargetFeatures) -> Tensor:
+        """See FedBackDrafter.fuse."""
+        assert features.last_hidden_state is not None  # asked for in `wants`
+        return features.last_hidden_state.flatten(0, 1).to(self.mtp.eh_proj.weight.dtype)
+
+    def layer(
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, queries: Tensor | None = None
+    ) -> Tensor:
+        """See FedBackDrafter.layer."""
+        token, state = self.mtp.enorm(self.embed(ids, hidden)), self.mtp.hnorm(hidden)
+        first_state = getattr(self.mtp.config, "mtp_hidden_states_first", False)  # transformers' own flag
+        joined = self.mtp.eh_proj(torch.cat([state, token] if first_state else [token, state], dim=-1))[None]
+        output = self.mtp.mtp_block(
+            joined,
+            position_embeddings=self._of_target[1](joined, position_ids=positions[None]),
+            position_ids=positions[None],
+            attention_mask=None,
+            cache=None,
+            attend=attend if queries is None else _of_some_rows(attend, queries),
+        )
+        stream: Tensor = (output[0] if isinstance(output, tuple) else output)[0]
+        return stream if queries is None else stream.index_select(0, queries)
+
+    def fed_back(self, stream: Tensor) -> Tensor:
+        """See FedBackDrafter.fed_back."""
+        return self.normed(stream)
+
+    def normed(self, stream: Tensor) -> Tensor:
+        """See FedBackDrafter.normed."""
+        output: Tensor = self.mtp.post_norm(stream)
+        return output
+
+    def layer_flops(self, everywhere: int, key_rows: int, query_rows: int, pairs: int) -> int:
+        """See FedBackDrafter.layer_flops: of the dense parts; routed experts are not counted."""
+        linear = [part for part in self.mtp.modules() if isinstance(part, nn.Linear)]
+        width = self.shape.num_attention_heads * self.shape.head_dim
+        return sum(linear_flops(part, key_rows) for part in linear) + attention_flops(pairs, width)
+
+    def to_serving(self) -> Servable:
+        """The tensors under their names in the target's folder; see Drafter.to_serving."""
+        named = native_names(self._of_target[0], self.mtp.state_dict())
+        return Servable(
+            architecture="native_mtp",
+            tensors={**named, "draft_to_target_ids": self.draft_to_target_ids},
+            config={"model_type": self.mtp.config.model_type},
+        )
+
+
+def _of_some_rows(attend: Attend, queries: Tensor) -> Attend:
+    """An attention for layers that ask for all rows: the rows that do not count get zeros."""
+
+    def attend_all(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        found = attend(query.index_select(1, queries), keys, values)
+        return found.new_zeros(query.shape).index_copy(1, queries, found)
+
+    return attend_all
+
+
+def native_layer(target: TargetParts) -> Any:
+    """The target's own first MTP layer, as a `transformers.modeling_layers.MtpLayer`.
+
+    Raises:
+        InputError: if it has none, or of an unknown kind.
+    """
+    model = target.decoder.model
+    text = model.config.get_text_config()
+    if text.model_type.startswith(QWEN):
+        return _of_qwen(target, model, text)
+    if getattr(text, "num_mtp_layers", None) is None:
+        raise InputError(
+            f"target {text.model_type} has no MTP layer of its own (no num_nextn_predict_layers in its config); "
+            "drafter=mtp trains a new one, drafter=eagle3 one that engines serve"
+        )
+    if getattr(text, "chain_hidden_post_norm", None) is not None:
+        raise InputError(f"the MTP layers of {text.model_type} share a norm of their own kind: not supported yet")
+    try:
+        return MtpModel.from_pretrained(model).layers[0]
+    except (RuntimeError, OSError, ValueError) as error:
+        raise InputError(f"the MTP layer of {target.path} cannot be read: {error}") from error
+
+
+def native_names(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`MtpLayer` state -> tensors as the target's folder has them.
+
+    Args:
+        model: the target, as loaded from that folder: it knows how its experts were merged.
+        state: of the layer.
+    """
+    text = model.config.get_text_config()
+    if text.model_type.startswith(QWEN):
+        back = {new: old for old, new in OF_QWEN.items()}
+        return {
+            next(old + name.removeprefix(new) for new, old in back.items() if name.startswith(new)): tensor
+            for name, tensor in state.items()
+        }
+    place = f"{model.base_model_prefix}.layers.{text.num_hidden_layers}."
+    around = {"post_norm.": "shared_head.norm."}
+    named = {}
+    for name, tensor in state.items():
+        ours = next((new + name.removeprefix(old) for old, new in around.items() if name.startswith(old)), name)
+        named[place + ours.removeprefix("mtp_block.")] = tensor
+    found: dict[str, Tensor] = revert_weight_conversion(model, named)
+    return found
+
+
+def _of_qwen(target: TargetParts, model: Any, text: Any) -> Any:
+    one = copy.deepcopy(text)
+    one.layer_types, one.num_hidden_layers = ["full_attention"], 1
+    kind = type(target.decoder.layers[-1])
+    norm = type(target.decoder.module.norm)
+    layer = MtpLayer(one, kind, norm, 0)
+    stored: dict[str, Tensor] = {}
+    for file in sorted(Path(target.path).glob("*.safetensors")):
+        for name, tensor in read_safetensors(file, load_file).items():
+            ours = next((new + name.removeprefix(old) for old, new in OF_QWEN.items() if name.startswith(old)), None)
+            if ours is not None:
+                stored[ours] = tensor
+    wanted = layer.state_dict()
+    wrong = sorted(
+        name for name in wanted.keys() | stored.keys()
+        if name not in wanted or name not in stored or wanted[name].shape != stored[name].shape
+    )  # fmt: skip
+    if wrong:
+        raise InputError(f"the MTP layer (mtp.*) of {target.path} does not fit its config: {', '.join(wrong[:5])}")
+    layer.load_state_dict(stored)
+    return layer
