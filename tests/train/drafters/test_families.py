@@ -54,23 +54,24 @@ def test_loss_of_a_token_sees_what_comes_before_it_in_its_document_and_nothing_e
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_training_judges_what_greedy_drafts_are_made_of(target: Any, name: str) -> None:
+def test_training_judges_what_greedy_drafts_are_made_of(tiny_target: Any, name: str) -> None:
     """Each step's agreement with the target is that of the drafts which the round-walk walks over."""
-    drafter = tiny_family(name, target, **EVERYTHING, noise=0.05)
-    batch = batch_of([(4, 12), (3, 9)])
+    vocab = 6  # so few that chance alone makes drafter and target agree now and then
+    target = tiny_target("llama", torch.float64, vocab_size=vocab)
+    drafter = tiny_family(name, target, **EVERYTHING)
+    batch = batch_of([(4, 20), (3, 18)])
+    batch = dataclasses.replace(batch, input_ids=batch.input_ids % vocab)
     features = target.capture(batch, drafter.wants)
     best = target.logits(features.last_hidden_state).argmax(-1).flatten()
     drafts = drafter.greedy_drafts(batch, features, longest_chain(drafter, K))[0]
-    agreed = 0
-    for label in (6, 9, 12, 15, 20, 24):
+    agreed = []
+    for label in [*range(6, 24), *range(29, 45)]:
         _, _, matches = results(drafter, target, only(batch, label))
         for step in range(min(len(matches), drafts.shape[1])):
-            if batch.loss_mask.view(-1)[label - 1 - step :][: 2 + step].all():
-                same = int(drafts[label - 2 - step, step]) == int(best[label - 1])
-                assert float(matches[step]) == same, (label, step)
-                agreed += same
-    if name == "early_exit":
-        assert agreed  # the test sees both outcomes
+            if batch.loss_mask.view(-1)[label - 1 - step : label + 1].all():
+                agreed.append(int(drafts[label - 2 - step, step]) == int(best[label - 1]))
+                assert float(matches[step]) == agreed[-1], (label, step)
+    assert 0 < sum(agreed) < len(agreed)
 
 
 @pytest.mark.parametrize("name", NAMES)
