@@ -1,5 +1,7 @@
 """The export job: write under a temporary name, verify, compare, then rename."""
 
+import json
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,7 +16,8 @@ from conf import InputError, config
 from conf.cli import build
 from conf.records import provenance, write_json, write_text
 from serve_export import card, check, contract, to_vllm
-from train.checkpoint import load_drafter
+from serve_export.stitch import stitch
+from train.checkpoint import LoadedDrafter, load_drafter
 
 RECORD = "export.json"
 """Marks a folder as an export of ours."""
@@ -24,8 +27,8 @@ RECORD = "export.json"
 class StackConfig:
     """Values: conf/stack/*.yaml."""
 
-    name: Literal["vllm"]
-    """The engine whose format is written."""
+    name: Literal["vllm", "target"]
+    """vllm: a head in vLLM's native format. target: the target's folder with its own MTP layer replaced."""
 
 
 @config
@@ -57,39 +60,43 @@ def run(composed: DictConfig) -> None:
     job: ExportJob = build(composed)
     final = Path(job.output_dir)
     loaded = load_drafter(job.checkpoint, job.target_path, torch.float32, job.trust_remote_code)
-    servable = loaded.drafter.to_serving()
-    target_path = loaded.target.folder
-    command = to_vllm.serve_command(target_path, str(final), job.num_draft_tokens)
-    evaluation = card.find_evaluation(loaded, job.run_name)
     final.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=final.parent, prefix=f".writing-{final.name}-") as scratch:
         folder = Path(scratch) / final.name
         folder.mkdir()
-        tensors = to_vllm.tensors(servable, loaded.target.hf_config.vocab_size, getattr(torch, job.dtype))
-        save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
-        write_json(folder / "config.json", to_vllm.config(servable, loaded.target, job.dtype))
-        write_text(folder / "README.md", card.card(loaded, evaluation, command))
-        contract.verify_folder(folder, loaded.target.hf_config)
-        difference = check.compare_logits(loaded, folder, job.num_draft_tokens)
-        record = {
-            "checkpoint": str(loaded.folder),
-            "export_dir": str(final),
-            "serve_command": command,
-            "num_draft_tokens": job.num_draft_tokens,
-            "logits_difference": difference,
-        }
-        write_json(folder / RECORD, {**record, "provenance": provenance()})
+        write = _write_target if job.stack.name == "target" else _write_head
+        summary = write(job, loaded, folder)
+        record = {"checkpoint": str(loaded.folder), "export_dir": str(final), "num_draft_tokens": job.num_draft_tokens}
+        write_json(folder / RECORD, {**record, **summary, "provenance": provenance()})
         _put_in_place(folder, final)
-    _print(
-        {
-            "export": str(final),
-            "tensors": len(tensors),
-            "megabytes": round(sum(tensor.nbytes for tensor in tensors.values()) / 1e6, 1),
-            "contract": "holds",
-            "logits vs drafter": "not compared (rope scaling)" if difference is None else f"differ by {difference:.1e}",
-            "serve": command,
-        }
-    )
+    _print({"export": str(final), **summary})
+
+
+def _write_head(job: ExportJob, loaded: LoadedDrafter, folder: Path) -> dict[str, Any]:
+    """A folder that holds the head; returns what is worth knowing of it."""
+    servable = loaded.drafter.to_serving()
+    tensors = to_vllm.tensors(servable, loaded.target.hf_config.vocab_size, getattr(torch, job.dtype))
+    command = to_vllm.serve_command(loaded.target.folder, job.output_dir, job.num_draft_tokens)
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    write_json(folder / "config.json", to_vllm.config(servable, loaded.target, job.dtype))
+    write_text(folder / "README.md", card.card(loaded, card.find_evaluation(loaded, job.run_name), command))
+    contract.verify_folder(folder, loaded.target.hf_config)
+    difference = check.compare_logits(loaded, folder, job.num_draft_tokens)
+    return {
+        "tensors": len(tensors),
+        "megabytes": round(sum(tensor.nbytes for tensor in tensors.values()) / 1e6, 1),
+        "contract": "holds",
+        "logits_difference": difference,
+        "serve_command": command,
+    }
+
+
+def _write_target(job: ExportJob, loaded: LoadedDrafter, folder: Path) -> dict[str, Any]:
+    """The target's own folder, its MTP layer replaced."""
+    replaced = stitch(Path(loaded.target.folder), loaded.drafter.to_serving(), folder)
+    speculative = json.dumps({"method": "mtp", "num_speculative_tokens": job.num_draft_tokens})
+    command = shlex.join(["vllm", "serve", job.output_dir, "--speculative-config", speculative])
+    return {"tensors": len(replaced), "serve_command": command}
 
 
 def _put_in_place(folder: Path, final: Path) -> None:

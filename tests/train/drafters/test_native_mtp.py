@@ -4,7 +4,6 @@ The reference for DeepSeek-V3 and GLM-4-MoE is transformers' own MTP forward; fo
 run, the formula of vLLM's module around transformers' decoder layer.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,31 +19,12 @@ from data.encode import Document
 from data.packing import collate_alone
 from data.target import Target, TargetConfig
 from eval.generate import plain_generate, speculative_generate
-from tests.conftest import save_tiny_model
 from tests.eval.decoding import decoding, static_tree
 from tests.families import settings_of
+from tests.mtp_targets import LAYERS, SHAPES, Mtp, save_mtp_target
 from tests.train.drafters.test_eagle3 import assert_relative, batch_of
 from train.acceptance import round_walk
 from train.drafters.base import chain
-
-LAYERS, WIDTH = 3, 32
-SHAPES: dict[str, dict[str, Any]] = {
-    "glm4_moe": {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1,
-        "first_k_dense_replace": 1, "n_shared_experts": 1,
-    },
-    "deepseek_v3": {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1,
-        "first_k_dense_replace": 1, "n_shared_experts": 1, "num_key_value_heads": 4, "q_lora_rank": 16,
-        "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 4,
-    },
-    "qwen3_5_text": {"layer_types": ["full_attention"] * (LAYERS + 1)},
-}  # fmt: skip
-AROUND = {
-    "glm4_moe": ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"),
-    "qwen3_5_text": ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight", "norm.weight"),
-}
-Mtp = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -53,31 +33,13 @@ def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Ta
 
     def make(family: str, dtype: torch.dtype = torch.float32) -> tuple[Target, Mtp]:
         folder = tmp_path_factory.mktemp(family) / "model"
-        # One layer more than the target has: the last becomes the MTP layer.
-        save_tiny_model(folder, family, num_hidden_layers=LAYERS + 1, **SHAPES[family])
-        tensors = load_file(folder / "model.safetensors")
-        last = f"model.layers.{LAYERS}."
-        qwen = family.startswith("qwen")
-        names = AROUND["qwen3_5_text" if qwen else "glm4_moe"]
-        generator = torch.Generator().manual_seed(1)
-        norms = [torch.rand(WIDTH, generator=generator) + 0.5 for _ in range(3)]
-        projection = 0.2 * torch.randn(WIDTH, 2 * WIDTH, generator=generator)
-        place = "mtp." if qwen else last
-        mtp = {place + name: part for name, part in zip(names, (*norms[:2], projection, norms[2]), strict=True)}
-        block = "mtp.layers.0." if qwen else last
-        mtp |= {name.replace(last, block): part for name, part in tensors.items() if name.startswith(last)}
-        kept = {name: part for name, part in tensors.items() if not name.startswith(last)}
-        save_file(kept | mtp, str(folder / "model.safetensors"), metadata={"format": "pt"})
-        config = json.loads((folder / "config.json").read_text())
-        config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
-        config |= {"layer_types": config["layer_types"][:LAYERS]} if qwen else {}
-        (folder / "config.json").write_text(json.dumps(config))
+        mtp = save_mtp_target(folder, family)
         settings = TargetConfig(
             name="tiny", path=str(folder), revision=None, dtype="float32", chat_template_kwargs={},
             trust_remote_code=False, compile=False,
         )  # fmt: skip
         target = Target(settings, torch.float32)
-        if not qwen:
+        if not family.startswith("qwen"):
             target.model.set_experts_implementation("eager")  # the grouped kernels know no float64
             # transformers knows the numbers of the published models' MTP layers.
             target.model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}\."]
