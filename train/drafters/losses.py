@@ -107,8 +107,11 @@ def loss_and_gradient(
     # log p~ - log q, without the rounding of either logarithm
     log_ratio = (teacher.logits - draft_logits).add_((lse - teacher.lse)[:, None])
     if settings.kind == "reverse_kl":
-        loss = -dot(q, log_ratio)
-        return loss, q.mul_(-log_ratio - loss[:, None]), matches
+        loss, mean = (
+            _reverse_kl(q, log_ratio, teacher),
+            dot(q, log_ratio),
+        )  # the mean of r as rounded: gradients sum to 0
+        return loss, q.mul_(mean[:, None] - log_ratio), matches
     if settings.kind == "jsd":
         loss, gradient = _jsd(q, log_ratio, teacher)
         return loss, gradient, matches
@@ -133,6 +136,13 @@ def _cross_entropy(
     wanted = teacher.renormalised.scatter_add(1, best.indices, settings.top_k_weight * best.values)
     total = wanted.sum(dim=-1)
     return lse * total - dot(wanted, draft_logits), q.mul_(total[:, None]).sub_(wanted)
+
+
+def _reverse_kl(q: Tensor, log_ratio: Tensor, teacher: TeacherChunk) -> Tensor:
+    """With r = log p~/q:  -sum q r, as sum q (e^r - 1 - r). That is the same, because both distributions sum to 1, but
+    rounding of r matters in the second order only. Where r is large, q e^r is p~ as it stands."""
+    excess = torch.where(log_ratio < 1, q * log_ratio.clamp(max=1).expm1(), teacher.renormalised - q)
+    return (excess - q * log_ratio).sum(dim=-1)
 
 
 def _jsd(q: Tensor, log_ratio: Tensor, teacher: TeacherChunk) -> tuple[Tensor, Tensor]:
