@@ -152,7 +152,8 @@ class FedBackDrafter(DistilledDrafter):
 
     def logits(self, stream: Tensor) -> Tensor:
         """(..., D) output stream -> (..., Vd)."""
-        return torch.nn.functional.linear(self.normed(stream), self.draft_head)
+        head = self.draft_head  # the target's own may have another precision than what is trained
+        return torch.nn.functional.linear(self.normed(stream).to(head.dtype), head)
 
     # --- decoding ----------------------------------------------------------------------------------------------------
 

@@ -163,7 +163,7 @@ class Medusa(DistilledDrafter):
         if self.lm_heads:
             logits: Tensor = self.lm_heads[head](states)
             return logits
-        return nn.functional.linear(states, self.teacher_rows.to(states.dtype))
+        return nn.functional.linear(states.to(self.teacher_rows.dtype), self.teacher_rows)
 
     def translate(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
         """Heads of FasterDecoding's Medusa and of vLLM's form, blocks without bias included; see Drafter.translate."""

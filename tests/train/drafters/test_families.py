@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from data.batch import Batch
-from tests.families import NAMES, longest_chain, tiny_family
+from tests.families import NAMES, longest_chain, settings_of, tiny_family
 from tests.train.drafters.test_eagle3 import assert_relative, batch_of
 
 K = 3
@@ -109,6 +109,20 @@ def test_state_is_all_that_training_changes(target: Any, name: str) -> None:
     shared = {tensor.data_ptr() for tensor in target.model.parameters()}
     held = {key for key, tensor in trained.state_dict().items() if tensor.data_ptr() in shared}
     assert held == set()  # the target's weights are in no checkpoint
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_weights_beside_a_bfloat16_target_train_and_validate(tiny_target: Any, name: str) -> None:
+    """As in training: matrix products in bfloat16 by autocast, and none of that in validation."""
+    target = tiny_target("llama", torch.bfloat16)
+    drafter: Any = settings_of(name, draft_vocab_size=90).build(target.parts, torch.arange(90))
+    assert {p.dtype for p in drafter.parameters()} == {torch.float32}
+    batch = batch_of([(3, 9)])
+    features = target.capture(batch, drafter.wants)
+    with torch.autocast("cpu", torch.bfloat16):
+        drafter.loss(batch, features).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in drafter.parameters() if p.requires_grad)
+    assert drafter.greedy_drafts(batch, features, longest_chain(drafter, K)).shape == (1, 12, longest_chain(drafter, K))
 
 
 @pytest.mark.parametrize("name", NAMES)
