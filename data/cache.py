@@ -104,22 +104,32 @@ class TargetCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[])
         self.capacity, self.static = capacity, static
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        self.positions = torch.arange(capacity, device=device).repeat(batch_size, 1)
-        """(B, capacity) int64, of the token in each slot: a committed one's is its slot's number."""
         self._buffers: dict[int, KVBuffer] = {}
         self._slots: Slots | None = None
+        self._positions: Tensor | None = None  # (B, capacity) int64, of the tokens in slots after the committed ones
 
-    def begin(self, positions: Tensor, written: int = 0) -> Slots:
-        """Announce a step; the model's `update` calls follow.
+    def begin(self, num_rows: int, written: int = 0) -> Slots:
+        """Announce a step of M rows; the model's `update` calls follow. `written` rows of earlier steps after the
+        committed ones stay."""
+        self._slots = slots_after(self.lengths + written, num_rows, self.capacity, self.static)
+        return self._slots
+
+    def distances(self, positions: Tensor, slots: Slots) -> Tensor:
+        """For sliding windows, in every step: how many positions each slot's token lies before each row's.
 
         Args:
-            positions: (B, M) of its rows.
-            written: rows of earlier steps after the committed ones that shall stay.
+            positions: (B, M) int64, of the rows of the step.
+            slots: where these rows go.
+
+        Returns:
+            (B, 1, M, L) int64.
         """
-        slots = slots_after(self.lengths + written, positions.shape[1], self.capacity, self.static)
-        self.positions[slots.batch, slots.index] = positions
-        self._slots = slots
-        return slots
+        if self._positions is None:
+            self._positions = self.lengths.new_zeros(len(self.lengths), self.capacity)
+        self._positions[slots.batch, slots.index] = positions
+        number = torch.arange(slots.end, device=positions.device)  # a committed token's position is its slot's number
+        keys = torch.where(number < self.lengths[:, None], number, self._positions[:, : slots.end])
+        return (positions[:, :, None] - keys[:, None])[:, None]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *unused: Any, **also_unused: Any
@@ -132,14 +142,12 @@ class TargetCache(Cache):  # type: ignore[misc]
     def commit(self, counts: Tensor) -> None:
         """The first `counts` (B,) rows of the last step belong to the text."""
         self.lengths = self.lengths + counts
-        # Until a later step writes there, nothing looks at slots beyond the committed ones.
-        self.positions[:] = torch.arange(self.capacity, device=self.positions.device)
 
     def fork(self) -> "TargetCache":
         """The same keys and values for who runs ahead of the text: what it writes after the committed rows is
         overwritten by the next step of either."""
         ahead = TargetCache(0, self.capacity, self.lengths.device, self.static)
-        ahead.lengths, ahead.positions, ahead._buffers = self.lengths, self.positions.clone(), self._buffers
+        ahead.lengths, ahead._buffers = self.lengths, self._buffers
         return ahead
 
     def commit_path(self, path: Tensor, counts: Tensor) -> None:
@@ -152,7 +160,8 @@ class TargetCache(Cache):  # type: ignore[misc]
 
     def keep(self, sequences: Tensor) -> None:
         """Forget all but the given sequences (B',)."""
-        self.lengths, self.positions = self.lengths[sequences], self.positions[sequences]
+        self.lengths = self.lengths[sequences]
+        self._positions = None if self._positions is None else self._positions[sequences]
         for buffer in self._buffers.values():
             buffer.keep(sequences)
 

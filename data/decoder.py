@@ -103,14 +103,12 @@ class Decoder:
         else:
             depth = visible.sum(-1) - 1
         positions = cache.lengths[:, None] + depth
-        slots = cache.begin(positions, written)
+        slots = cache.begin(num_rows, written)
         if visible is None:
             mask = step_mask(cache.lengths + written, num_rows, slots.end)
         else:
             mask = tree_mask(cache.lengths, visible, slots.end)
-        windowed = {}
-        if self._has_windows:  # (B, 1, M, L): how many positions each slot's token lies before each row's
-            windowed["distance"] = (positions[:, :, None] - cache.positions[:, None, : slots.end])[:, None]
+        windowed = {"distance": cache.distances(positions, slots)} if self._has_windows else {}
         last_hidden_state = None
         with self._inputs.recording(wants, stop_early):
             output = self.module(

@@ -27,7 +27,7 @@ class CountingTarget:
 
     def step(self, ids: Tensor, cache: Any, wants: Wants, visible: Any = None) -> tuple[Tensor, TargetFeatures]:
         positions = cache.lengths[:, None] + torch.arange(ids.shape[1])
-        cache.begin(positions)
+        cache.begin(ids.shape[1])
         text_index = positions + 1 - len(self.prompt)
         rows = torch.nn.functional.one_hot(101 + text_index.clamp_min(0), 200) * (50.0 - text_index)[..., None]
         return rows, TargetFeatures(ids[..., None], None)
