@@ -88,3 +88,8 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """(B, longest) int64, filled with 0 on the right."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.int64, device=device)
+
+
+def last_rows(rows: Tensor, counts: Tensor) -> Tensor:
+    """(B, M, ...) -> (B, ...): the last of the first `counts` (B,) rows of each sequence."""
+    return rows[torch.arange(len(counts), device=counts.device), counts - 1]

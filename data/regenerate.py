@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from data.batch import Wants, padded
+from data.batch import Wants, last_rows, padded
 from data.encode import Document
 from data.target import Target
 
@@ -36,7 +36,7 @@ def greedy_answers(target: Target, prompts: Sequence[list[int]], max_new_tokens:
         cache = target.new_cache(len(group), int(lengths.max()) + max_new_tokens)
         last, _ = target.step(padded(group, target.device), cache, wants)
         cache.commit(lengths)
-        token = target.logits(last[torch.arange(len(group)), lengths - 1]).argmax(dim=-1)
+        token = target.logits(last_rows(last, lengths)).argmax(dim=-1)
         columns = [token]
         ended = torch.isin(token, eos)
         while len(columns) < max_new_tokens and not bool(ended.all()):

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data.batch import TargetFeatures, Wants, padded
+from data.batch import TargetFeatures, Wants, last_rows, padded
 from data.target import Target
 from eval.generation import Batched, Clock, Decoding, Generation, Round, smallest_gaps, trace
 from eval.rounds import Outcome, ancestor_mask, verify_round
@@ -126,8 +126,7 @@ class _Run:
         last, features = self.target.step(padded(self.prompts, self.target.device), self.cache, wants)
         lengths = torch.tensor([len(prompt) for prompt in self.prompts], device=self.target.device)
         self.cache.commit(lengths)
-        ends = last[torch.arange(len(lengths), device=lengths.device), lengths - 1]  # (B, D)
-        logits = self.target.logits(ends)
+        logits = self.target.logits(last_rows(last, lengths))
         if self.decoding.sampling.penalises:
             self._seen = torch.zeros_like(logits, dtype=torch.bool)
             for row, prompt in enumerate(self.prompts):

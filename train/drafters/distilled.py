@@ -6,6 +6,7 @@ here. Shape letters as in `train.drafters.base`; R = flattened rows B * T.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from conf import config
 from data.batch import Batch, TargetFeatures
 from data.decoder import TargetParts
-from train.drafters.base import DrafterConfig, DraftLoss
+from train.drafters.base import DrafterConfig, DraftLoss, Servable
 from train.drafters.distillation import Teacher, chunked_distillation
 from train.drafters.layers import llama_shape, product_dtype
 from train.drafters.losses import LossKind, LossSettings
@@ -85,6 +86,16 @@ class DistilledDrafter(SerialDrafter):
         self.register_buffer("target_head", target.lm_head.detach(), persistent=False)
         self.register_buffer("teacher_rows", target.lm_head.detach()[draft_to_target_ids], persistent=False)
 
+    @property
+    def draft_head(self) -> Tensor:
+        """(Vd, D), the LM head: the target's rows, unless a family has its own."""
+        return self.teacher_rows
+
+    def last_hidden(self, features: TargetFeatures) -> Tensor:
+        """(B, M, ...) features -> (B * M, D), the target's state after its final norm, as trained weights read it."""
+        assert features.last_hidden_state is not None  # asked for in `wants`
+        return features.last_hidden_state.flatten(0, 1).to(next(self.parameters()).dtype)
+
     def distil(
         self,
         hidden: Sequence[Tensor],
@@ -149,3 +160,8 @@ class DistilledDrafter(SerialDrafter):
     def embed(self, ids: Tensor, like: Tensor) -> Tensor:
         """(R,) ids -> (R, D) embeddings of the target, in the dtype of `like`."""
         return nn.functional.embedding(ids, self.embed_tokens).to(like.dtype)
+
+    def served(self, architecture: str, facts: dict[str, Any]) -> Servable:
+        """What `to_serving` returns where the tensors are this module's own."""
+        tensors = {**dict(self.named_parameters()), "draft_to_target_ids": self.draft_to_target_ids}
+        return Servable(architecture=architecture, tensors=tensors, config=facts)

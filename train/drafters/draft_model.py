@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conf import config
 from data import attention
-from data.batch import Batch, TargetFeatures, Wants
+from data.batch import Batch, TargetFeatures, Wants, last_rows
 from data.cache import TargetCache
 from data.decoder import Decoder, TargetParts
 from train.drafters.base import DraftState, Servable
@@ -143,8 +143,7 @@ class DraftModel(Reader):
 
     def observe(self, state: DraftModelState, features: TargetFeatures, next_ids: Tensor, counts: Tensor) -> None:
         """Read the committed tokens; see Proposer.observe."""
-        rows = self._read(state, next_ids, None, 0)
-        state.ends = rows[torch.arange(len(counts), device=counts.device), counts - 1]
+        state.ends = last_rows(self._read(state, next_ids, None, 0), counts)
         state.cache.commit(counts)
 
     def first_logits(self, state: DraftModelState) -> Tensor:

@@ -84,16 +84,6 @@ class Eagle1(FedBackDrafter):
         total = self.settings.feature_weight * regression + self.settings.distillation_weight * distilled.loss
         return DraftLoss(loss=total, step_losses=distilled.step_losses, step_matches=distilled.step_matches)
 
-    @property
-    def draft_head(self) -> Tensor:
-        """See FedBackDrafter.draft_head."""
-        return self.teacher_rows
-
-    def fuse(self, features: TargetFeatures) -> Tensor:
-        """See FedBackDrafter.fuse."""
-        assert features.last_hidden_state is not None  # asked for in `wants`
-        return features.last_hidden_state.flatten(0, 1).to(self.fc.weight.dtype)
-
     def layer(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, queries: Tensor | None = None
     ) -> Tensor:
@@ -127,8 +117,4 @@ class Eagle1(FedBackDrafter):
 
     def to_serving(self) -> Servable:
         """See Drafter.to_serving."""
-        return Servable(
-            architecture="eagle1",
-            tensors={**dict(self.named_parameters()), "draft_to_target_ids": self.draft_to_target_ids},
-            config={"head_dim": self.decoder_layer.head_dim},
-        )
+        return self.served("eagle1", {"head_dim": self.decoder_layer.head_dim})

@@ -182,11 +182,9 @@ class Eagle3(FedBackDrafter):
 
     def to_serving(self) -> Servable:
         """Tensors and facts of serving.md's EAGLE-3 contract; see Drafter.to_serving."""
-        names = dict(self.named_parameters())
-        return Servable(
-            architecture="eagle3",
-            tensors={**names, "draft_to_target_ids": self.draft_to_target_ids},
-            config={
+        return self.served(
+            "eagle3",
+            {
                 "aux_layers": list(self.wants.aux_layers),
                 "fc_norm": self.settings.fc_norm,
                 "norm_output": self.settings.norm_output,

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from conf import config
-from data.batch import Batch, TargetFeatures, Wants
+from data.batch import Batch, TargetFeatures, Wants, last_rows
 from data.cache import TargetCache
 from data.decoder import TargetParts
 from train.drafters.base import DraftState, Servable
@@ -89,11 +89,6 @@ class EarlyExit(Reader):
             self.norm.weight.copy_(target.final_norm)
         self._target_decoder = target.decoder
 
-    @property
-    def draft_head(self) -> Tensor:
-        """See Reader.draft_head."""
-        return self.teacher_rows
-
     def states(self, batch: Batch, features: TargetFeatures, rows: Tensor) -> Tensor:
         """See Reader.states."""
         return self._adapted(features.aux_hidden_states.flatten(0, 1).index_select(0, rows))
@@ -117,7 +112,7 @@ class EarlyExit(Reader):
     def observe(self, state: EarlyExitState, features: TargetFeatures, next_ids: Tensor, counts: Tensor) -> None:
         """Remember where the text ends: the target has read the rest of it; see Proposer.observe."""
         state.cache = features.cache
-        state.last_tokens = next_ids[torch.arange(len(counts), device=counts.device), counts - 1]
+        state.last_tokens = last_rows(next_ids, counts)
 
     def first_logits(self, state: EarlyExitState) -> Tensor:
         """(B, Vd); see SerialDrafter.first_logits."""
@@ -139,8 +134,4 @@ class EarlyExit(Reader):
 
     def to_serving(self) -> Servable:
         """See Drafter.to_serving."""
-        return Servable(
-            architecture="early_exit",
-            tensors={**dict(self.named_parameters()), "draft_to_target_ids": self.draft_to_target_ids},
-            config={"exit_layer": self.exit_layer},
-        )
+        return self.served("early_exit", {"exit_layer": self.exit_layer})

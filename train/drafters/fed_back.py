@@ -16,7 +16,7 @@ from torch import Tensor
 
 from conf import config
 from data.attention import grouped_attention
-from data.batch import Batch, TargetFeatures
+from data.batch import Batch, TargetFeatures, last_rows
 from data.cache import KVBuffer, Slots, slots_after, step_mask, tree_mask
 from train.drafters.base import DraftLoss, DraftState
 from train.drafters.distilled import DistilledDrafter, SteppedConfig
@@ -62,14 +62,9 @@ class FedBackDrafter(DistilledDrafter):
 
     settings: FedBackConfig
 
-    @property
-    @abstractmethod
-    def draft_head(self) -> Tensor:
-        """(Vd, D): the LM head."""
-
-    @abstractmethod
     def fuse(self, features: TargetFeatures) -> Tensor:
-        """Features (B, M, ...) -> (B * M, D), the state that the layer reads."""
+        """Features (B, M, ...) -> (B * M, D), the state that the layer reads: the last one, unless a family differs."""
+        return self.last_hidden(features)
 
     @abstractmethod
     def layer(
@@ -169,7 +164,7 @@ class FedBackDrafter(DistilledDrafter):
         mask = step_mask(state.lengths, num_rows, slots.end)
         fused = self.fuse(features).view(batch, num_rows, -1)
         outputs = self._decode_rows(state, fused, next_ids, slots.index, slots, mask)
-        state.hidden = outputs[torch.arange(batch, device=counts.device), counts - 1]
+        state.hidden = last_rows(outputs, counts)
         state.lengths = state.lengths + counts
 
     def first_logits(self, state: FedBackState) -> Tensor:

@@ -107,10 +107,8 @@ def loss_and_gradient(
     # log p~ - log q, without the rounding of either logarithm
     log_ratio = (teacher.logits - draft_logits).add_((lse - teacher.lse)[:, None])
     if settings.kind == "reverse_kl":
-        loss, mean = (
-            _reverse_kl(q, log_ratio, teacher),
-            dot(q, log_ratio),
-        )  # the mean of r as rounded: gradients sum to 0
+        loss = _reverse_kl(q, log_ratio, teacher)
+        mean = dot(q, log_ratio)  # of the ratios as rounded: with it each row's gradient sums to 0
         return loss, q.mul_(mean[:, None] - log_ratio), matches
     if settings.kind == "jsd":
         loss, gradient = _jsd(q, log_ratio, teacher)

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from conf import InputError, config
-from data.batch import Batch, TargetFeatures, Wants
+from data.batch import Batch, TargetFeatures, Wants, last_rows
 from data.decoder import TargetParts
 from train.drafters.base import DraftLoss, DraftState, Servable
 from train.drafters.distilled import DistilledDrafter, SteppedConfig
@@ -97,7 +97,7 @@ class Medusa(DistilledDrafter):
     def loss(self, batch: Batch, features: TargetFeatures) -> DraftLoss:
         """Distillation over all heads; see Drafter.loss."""
         labels = chain_labels(batch, self.settings.num_heads, self.settings.row_keep_ratio)
-        states = self._states(features)
+        states = self.last_hidden(features)
         hidden = [block(states[labels.rows(head)]) for head, block in enumerate(self.blocks)]
         decay, keep = self.settings.step_loss_decay, self.settings.row_keep_ratio
         return self.distil(hidden, self._head_weights(), labels, batch, features, decay, keep)
@@ -121,7 +121,7 @@ class Medusa(DistilledDrafter):
     @torch.no_grad()
     def greedy_drafts(self, batch: Batch, features: TargetFeatures, num_draft_tokens: int) -> Tensor:
         """See Drafter.greedy_drafts."""
-        states = self._states(features)
+        states = self.last_hidden(features)
         drafts = [
             self.draft_to_target_ids[self._logits(states, head).argmax(dim=-1)] for head in range(num_draft_tokens)
         ]
@@ -135,9 +135,7 @@ class Medusa(DistilledDrafter):
 
     def observe(self, state: MedusaState, features: TargetFeatures, next_ids: Tensor, counts: Tensor) -> None:
         """Keep the last committed row; see Proposer.observe."""
-        assert features.last_hidden_state is not None  # asked for in `wants`
-        sequences = torch.arange(len(counts), device=counts.device)
-        state.hidden = features.last_hidden_state[sequences, counts - 1].to(self._dtype())
+        state.hidden = last_rows(self.last_hidden(features).view(*next_ids.shape, -1), counts)
 
     def first_logits(self, state: MedusaState) -> Tensor:
         """(B, Vd); see SerialDrafter.first_logits."""
@@ -149,13 +147,6 @@ class Medusa(DistilledDrafter):
         """(B, W, Vd): the same for all nodes of a depth; see SerialDrafter.extend."""
         assert state.hidden is not None  # first_logits came before
         return self._logits(state.hidden, depth)[:, None].expand(-1, tokens.shape[1], -1)
-
-    def _states(self, features: TargetFeatures) -> Tensor:
-        assert features.last_hidden_state is not None  # asked for in `wants`
-        return features.last_hidden_state.flatten(0, 1).to(self._dtype())
-
-    def _dtype(self) -> torch.dtype:
-        return next(self.blocks.parameters()).dtype
 
     def _logits(self, hidden: Tensor, head: int) -> Tensor:
         """(..., D) -> (..., Vd) of one head."""
@@ -189,8 +180,4 @@ class Medusa(DistilledDrafter):
 
     def to_serving(self) -> Servable:
         """See Drafter.to_serving."""
-        return Servable(
-            architecture="medusa",
-            tensors={**dict(self.named_parameters()), "draft_to_target_ids": self.draft_to_target_ids},
-            config={"num_heads": self.settings.num_heads, "num_layers": self.settings.num_layers},
-        )
+        return self.served("medusa", {"num_heads": self.settings.num_heads, "num_layers": self.settings.num_layers})

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from conf import config
-from data.batch import TargetFeatures, Wants
+from data.batch import Wants
 from data.decoder import TargetParts
 from train.drafters.base import Servable
 from train.drafters.draft_layer import Attend, PlainLayer, start_from_target
@@ -73,16 +73,6 @@ class Mtp(FedBackDrafter):
                 self.mtp_layer.forward, dynamic=True
             )
 
-    @property
-    def draft_head(self) -> Tensor:
-        """See FedBackDrafter.draft_head."""
-        return self.teacher_rows
-
-    def fuse(self, features: TargetFeatures) -> Tensor:
-        """See FedBackDrafter.fuse."""
-        assert features.last_hidden_state is not None  # asked for in `wants`
-        return features.last_hidden_state.flatten(0, 1).to(self.input_proj.weight.dtype)
-
     def layer(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, queries: Tensor | None = None
     ) -> Tensor:
@@ -109,8 +99,4 @@ class Mtp(FedBackDrafter):
 
     def to_serving(self) -> Servable:
         """See Drafter.to_serving."""
-        return Servable(
-            architecture="mtp",
-            tensors={**dict(self.named_parameters()), "draft_to_target_ids": self.draft_to_target_ids},
-            config={"head_dim": self.mtp_layer.head_dim},
-        )
+        return self.served("mtp", {"head_dim": self.mtp_layer.head_dim})

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import MtpLayer, MtpModel
 
 from conf import InputError
 from conf.records import read_safetensors
-from data.batch import TargetFeatures, Wants
+from data.batch import Wants
 from data.decoder import TargetParts
 from train.drafters.base import Servable
 from train.drafters.draft_layer import Attend
@@ -62,16 +62,6 @@ class NativeMtp(FedBackDrafter):
         # In a tuple: the target's modules are not this module's, to be moved or saved with it.
         self._of_target = (target.decoder.model, target.decoder.module.rotary_emb)
         self.mtp: Any = native_layer(target).float().requires_grad_(True).train()
-
-    @property
-    def draft_head(self) -> Tensor:
-        """See FedBackDrafter.draft_head."""
-        return self.teacher_rows
-
-    def fuse(self, features: TargetFeatures) -> Tensor:
-        """See FedBackDrafter.fuse."""
-        assert features.last_hidden_state is not None  # asked for in `wants`
-        return features.last_hidden_state.flatten(0, 1).to(self.mtp.eh_proj.weight.dtype)
 
     def layer(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, queries: Tensor | None = None
@@ -173,6 +163,18 @@ def native_names(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def _qwens_part(path: str) -> dict[str, Tensor]:
+    """The MTP tensors of one file, under `MtpLayer`'s names; the target's own stay on disk."""
+    found = {}
+    with safe_open(path, framework="pt") as file:
+        names: list[str] = list(file.keys())
+        for name in names:
+            for old, new in OF_QWEN.items():
+                if name.startswith(old):
+                    found[new + name.removeprefix(old)] = file.get_tensor(name)
+    return found
+
+
 def _of_qwen(target: TargetParts, model: Any, text: Any) -> Any:
     one = copy.deepcopy(text)
     one.layer_types, one.num_hidden_layers = ["full_attention"], 1
@@ -181,10 +183,7 @@ def _of_qwen(target: TargetParts, model: Any, text: Any) -> Any:
     layer = MtpLayer(one, kind, norm, 0)
     stored: dict[str, Tensor] = {}
     for file in sorted(Path(target.path).glob("*.safetensors")):
-        for name, tensor in read_safetensors(file, load_file).items():
-            ours = next((new + name.removeprefix(old) for old, new in OF_QWEN.items() if name.startswith(old)), None)
-            if ours is not None:
-                stored[ours] = tensor
+        stored |= read_safetensors(file, _qwens_part)
     wanted = layer.state_dict()
     wrong = sorted(
         name for name in wanted.keys() | stored.keys()

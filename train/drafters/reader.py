@@ -22,11 +22,6 @@ from train.drafters.rows import LABEL_OFFSET, ChainLabels, chain_labels
 class Reader(DistilledDrafter):
     """A drafter of this kind."""
 
-    @property
-    @abstractmethod
-    def draft_head(self) -> Tensor:
-        """(Vd, D'): the LM head."""
-
     @abstractmethod
     def states(self, batch: Batch, features: TargetFeatures, rows: Tensor) -> Tensor:
         """(M, D'): what the LM head reads at the given flattened rows (M,) of packed text."""
