@@ -65,10 +65,18 @@ def teacher_chunk(teacher: Teacher, rows: Tensor, settings: LossSettings) -> Tea
         found.lse[block] = lse
         found.best[block] = known.argmax(dim=-1)
         if found.mass is not None:
-            found.mass[block] = (lse - all_logits[block].float().logsumexp(dim=-1)).exp()
+            found.mass[block] = _mass(all_logits[block].float(), found.renormalised[block], top)
         if settings.mask_out_of_vocab:
             found.counts[block] = all_logits[block].amax(dim=-1) <= top
     return found
+
+
+def _mass(all_logits: Tensor, renormalised: Tensor, top: Tensor) -> Tensor:
+    """(R,) share of the draft vocabulary in the softmax of (R, V) logits, given the softmax over it alone and its top
+    logit. A difference of two log-sum-exps would lose digits where the logits are large."""
+    highest = all_logits.amax(dim=-1)
+    relative = (top - highest).exp() / renormalised.amax(dim=-1)
+    return relative / (all_logits - highest[:, None]).exp().sum(dim=-1)
 
 
 def _hard_labels(token_ids: Tensor) -> TeacherChunk:

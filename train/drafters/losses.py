@@ -107,13 +107,11 @@ def loss_and_gradient(
     # log p~ - log q, without the rounding of either logarithm
     log_ratio = (teacher.logits - draft_logits).add_((lse - teacher.lse)[:, None])
     if settings.kind == "reverse_kl":
-        loss = _reverse_kl(q, log_ratio, teacher)
-        mean = dot(q, log_ratio)  # of the ratios as rounded: with it each row's gradient sums to 0
-        return loss, q.mul_(mean[:, None] - log_ratio), matches
+        return _kl(q, teacher.renormalised, log_ratio), -_centred(q, log_ratio), matches
     if settings.kind == "jsd":
         loss, gradient = _jsd(q, log_ratio, teacher)
         return loss, gradient, matches
-    kl = dot(teacher.renormalised, log_ratio)
+    kl = _kl(teacher.renormalised, q, -log_ratio)
     if settings.kind == "kl":
         return kl, q.sub_(teacher.renormalised), matches
     loss, gradient = _of_acceptance(q, kl, teacher, settings)
@@ -136,19 +134,29 @@ def _cross_entropy(
     return lse * total - dot(wanted, draft_logits), q.mul_(total[:, None]).sub_(wanted)
 
 
-def _reverse_kl(q: Tensor, log_ratio: Tensor, teacher: TeacherChunk) -> Tensor:
-    """With r = log p~/q:  -sum q r, as sum q (e^r - 1 - r). That is the same, because both distributions sum to 1, but
-    rounding of r matters in the second order only. Where r is large, q e^r is p~ as it stands."""
-    excess = torch.where(log_ratio < 1, q * log_ratio.clamp(max=1).expm1(), teacher.renormalised - q)
-    return (excess - q * log_ratio).sum(dim=-1)
+def _kl(of: Tensor, to: Tensor, log_ratio: Tensor) -> Tensor:
+    """KL(of | to), with r = log to/of:  -sum of r, as sum of (e^r - 1 - r). That is the same, because both sum to 1,
+    but rounding of r matters in the second order only. Where r is large, of e^r is `to` as it stands."""
+    excess = torch.where(log_ratio < 1, of * log_ratio.clamp(max=1).expm1(), to - of)
+    return (excess - of * log_ratio).sum(dim=-1)
+
+
+def _centred(q: Tensor, values: Tensor) -> Tensor:
+    """q (values - their mean under q). Taken from the value of the likeliest token first, which may be nearly the mean,
+    so that it does not cancel; each row sums to 0."""
+    values = values - values.gather(1, q.argmax(dim=-1, keepdim=True))
+    return q * (values - dot(q, values)[:, None])
 
 
 def _jsd(q: Tensor, log_ratio: Tensor, teacher: TeacherChunk) -> tuple[Tensor, Tensor]:
-    """With r = log p~/q:  log q/m = log 2 - log(1 + e^r),  log p~/m = log 2 - log(1 + e^-r)."""
-    log_2 = math.log(2)
-    of_q, of_p = log_2 - softplus(log_ratio), log_2 - softplus(-log_ratio)
-    divergence = dot(q, of_q)
-    return (dot(teacher.renormalised, of_p) + divergence) / 2, q * (of_q - divergence[:, None]) / 2
+    """With r = log p~/q and u = (p~ - q) / (p~ + q) = tanh(r/2):  sum m (r u + log(1 - u^2)) / 2, where again nothing
+    of the first order cancels.  log q/m = -log(1 + (e^r - 1)/2) in the gradient."""
+    u = (log_ratio / 2).tanh()
+    size = log_ratio.abs()
+    far = 2 * (math.log(2) - torch.exp(-size).log1p()) - size  # the same logarithm, where u rounds to 1
+    excess = log_ratio * u + torch.where(size < 1, -u * u, 0.0).log1p() + torch.where(size < 1, 0.0, far)
+    of_q = torch.where(log_ratio < 1, -(log_ratio.clamp(max=1).expm1() / 2).log1p(), math.log(2) - softplus(log_ratio))
+    return dot(q + teacher.renormalised, excess) / 4, _centred(q, of_q) / 2
 
 
 def _of_acceptance(q: Tensor, kl: Tensor, teacher: TeacherChunk, settings: LossSettings) -> tuple[Tensor, Tensor]:
@@ -156,15 +164,18 @@ def _of_acceptance(q: Tensor, kl: Tensor, teacher: TeacherChunk, settings: LossS
     assert teacher.mass is not None  # `needs_whole_vocabulary`
     probs = teacher.renormalised * teacher.mass[:, None]
     alpha = torch.minimum(probs, q).sum(dim=-1).clamp_min(torch.finfo(q.dtype).tiny)
-    below = q * (q < probs)
-    alpha_gradient = below - q * below.sum(dim=-1, keepdim=True)
+    total_variation = (q - probs).clamp_min(0).sum(dim=-1)  # 1 - alpha, without its rounding near 0
+    is_below = q < probs
+    below, above = q * is_below, q * ~is_below
+    alpha_gradient = below * above.sum(dim=-1, keepdim=True) - above * below.sum(dim=-1, keepdim=True)
     if settings.kind == "tv":
-        return 1 - alpha, -alpha_gradient
+        return total_variation, -alpha_gradient
     if settings.kind == "lk_alpha":
-        return -alpha.log(), -alpha_gradient / alpha[:, None]
+        loss = torch.where(alpha > 0.5, -(-total_variation).log1p(), -alpha.log())
+        return loss, -alpha_gradient / alpha[:, None]
     weight = (settings.lk_scale * torch.exp(-settings.lk_decay * alpha)).clamp(max=1)
     gradient = weight[:, None] * (q - teacher.renormalised) - (1 - weight)[:, None] * alpha_gradient
-    return weight * kl + (1 - weight) * (1 - alpha), gradient
+    return weight * kl + (1 - weight) * total_variation, gradient
 
 
 def softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

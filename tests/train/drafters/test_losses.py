@@ -264,13 +264,12 @@ def test_autocast_rounds_nothing_that_was_given_in_bfloat16(kind):
     assert all(torch.equal(a, b) for a, b in zip(plain, mixed, strict=True))
 
 
-def test_tiny_reverse_kl_is_not_lost_in_rounding():
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl", "jsd"])
+def test_tiny_divergence_is_not_lost_in_rounding(kind):
     """A drafter that is nearly the target: the loss is 10,000 times smaller than its terms."""
     generator = torch.Generator().manual_seed(0)
     target_logits = torch.randn(50, 64, generator=generator)
     draft_logits = target_logits + 0.01 * torch.randn(50, 64, generator=generator)
-    loss, _, _ = loss_and_gradient(
-        draft_logits.clone(), chunk_of(target_logits, torch.arange(64)), settings_of("reverse_kl")
-    )
-    exact = naive_loss("reverse_kl", draft_logits.double(), target_logits.double(), torch.arange(64))
+    loss, _, _ = loss_and_gradient(draft_logits.clone(), chunk_of(target_logits, torch.arange(64)), settings_of(kind))
+    exact = naive_loss(kind, draft_logits.double(), target_logits.double(), torch.arange(64))
     assert ((loss.double() - exact).abs() <= 1e-5 * exact).all()
