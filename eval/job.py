@@ -9,8 +9,6 @@ from typing import Any, Literal
 import torch
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
-from rich.console import Console
-from rich.table import Table
 
 from conf import InputError, config
 from conf.cli import build
@@ -22,6 +20,7 @@ from data.prepare import make_encoder
 from data.target import Target, TargetConfig
 from eval.generate import plain_generate, speculative_generate
 from eval.generation import Clock, Decoding, Generation
+from eval.report import show
 from eval.rounds import Rule
 from eval.sampling import SamplingConfig
 from eval.suites import Prompt, read_prompts
@@ -108,7 +107,13 @@ def run(composed: DictConfig) -> None:
     summary = summarise(job, decoded, timed)
     if job.sampling.greedy and job.draft.kind == "chain" and isinstance(proposer, Drafter):
         summary |= compare_with_walk(job, target, proposer, decoded)
-    summary |= {"checkpoint": folder, "prompts": len(prompts), "prompt_set": job.corpus.name}
+    changed = isinstance(proposer, Drafter) and proposer.changed_target() is not None
+    summary |= {
+        "checkpoint": folder,
+        "target_changed_by_training": changed,
+        "prompts": len(prompts),
+        "prompt_set": job.corpus.name,
+    }
     output = Path(job.output_dir)
     write_text(output / "config.yaml", OmegaConf.to_yaml(composed))
     write_json(output / "provenance.json", provenance())
@@ -116,7 +121,9 @@ def run(composed: DictConfig) -> None:
     if job.trace:
         write_trace(output / "trace.jsonl", decoded)
     write_json(output / "summary.json", summary)
-    _print(job, summary, output)
+    title = f"{job.run_name}: K={job.num_draft_tokens}, T={job.sampling.temperature}, {job.dtype}"
+    following = job.checkpoint and f"python -m serve_export checkpoint={job.checkpoint} stack=vllm"
+    show(title, summary, output, following)
 
 
 def load_proposer(job: EvalJob) -> tuple[Target, Proposer, str | None]:
@@ -281,19 +288,3 @@ def _rounds(entry: Decoded) -> dict[str, Any]:
         "tokens": entry.speculative.tokens,
         "num_accepted": [turn.num_accepted for turn in entry.speculative.rounds],
     }
-
-
-def _print(job: EvalJob, summary: dict[str, Any], folder: Path) -> None:
-    table = Table(title=f"{job.run_name}: K={job.num_draft_tokens}, T={job.sampling.temperature}, {job.dtype}")
-    table.add_column("figure")
-    table.add_column("value")
-    for key, value in summary.items():
-        if isinstance(value, list):
-            shown = ", ".join(f"{entry:.3f}" if isinstance(entry, float) else str(entry) for entry in value) or "none"
-        else:
-            shown = f"{value:.3f}" if isinstance(value, float) else str(value)
-        table.add_row(key, shown)
-    table.add_row("written to", str(folder))
-    if job.checkpoint is not None:
-        table.add_row("next", f"python -m serve_export checkpoint={job.checkpoint} stack=vllm")
-    Console().print(table)

@@ -162,6 +162,17 @@ def test_eval_of_one_step_is_named_after_run_and_step(chain: Any, launcher: Laun
     assert "acceptance_length_walk" not in summary and "speedup" not in summary  # greedy alone can be compared
 
 
+def test_eval_of_several_runs_ends_with_one_comparison(chain: Any, launcher: Launcher) -> None:
+    cwd, _ = chain("llama")
+    argv = ["-m", *eval_args(RUN, "num_draft_tokens=1,2", "plain_prompts=1", "run_name=k${num_draft_tokens}")]
+    done = launcher("eval", argv, cwd).succeeded()
+    speeds = {name: read(cwd / "outputs/eval" / name / "summary.json")["speedup"] for name in ("k1", "k2")}
+    assert done.out.rstrip().endswith(f"{max(speeds.values()):.2f}x plain decoding")
+    assert f"fastest: {max(speeds, key=lambda name: speeds[name])}" in done.out
+    last = done.out[done.out.rindex("acceptance_len") :]  # the head of the last table
+    assert all(name in last for name in speeds)
+
+
 def test_multirun_trains_one_run_per_value(launcher: Launcher, tiny_folder: Folder, tmp_path: Path) -> None:
     write_corpus(tmp_path / "talk.jsonl", 8)
     argv = ["-m", *train_args(tiny_folder("qwen3"), "qwen3", "epochs=1", "seed=0,1", "run_name=seed${seed}")]
