@@ -36,16 +36,19 @@ class Decoder:
         self.module: Any = model.get_decoder()
         settings = model.config.get_text_config()
         self.layers = _find_layers(self.module, settings.num_hidden_layers)
-        self._inputs = LayerInputs(self.layers)
+        self._inputs = LayerInputs([*self.layers, self._norm()])
         self._has_windows = getattr(settings, "sliding_window", None) is not None
 
     @property
     def final_norm(self) -> Tensor:
         """(D,), weight of the norm before the LM head."""
+        weight: Tensor = self._norm().weight
+        return weight
+
+    def _norm(self) -> Any:
         for name in ("norm", "ln_f", "final_layernorm"):
             if hasattr(self.module, name):
-                weight: Tensor = getattr(self.module, name).weight
-                return weight
+                return getattr(self.module, name)
         raise InputError(f"no final norm found in {type(self.module).__name__}; this model is not supported yet")
 
     def packed(self, batch: Batch, wants: Wants) -> TargetFeatures:

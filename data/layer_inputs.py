@@ -1,6 +1,6 @@
 """The states that enter chosen layers of a target, caught while it runs. Shape letters as in `data.target`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,8 @@ class _EnoughError(Exception):
 class LayerInputs:
     """Hooks on a target's layers, there only while `recording`."""
 
-    def __init__(self, layers: nn.ModuleList) -> None:
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        """Take the layers, and the norm after the last one as a layer of its own."""
         self._layers = layers
         self._states: dict[int, Tensor] = {}
 

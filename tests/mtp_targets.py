@@ -21,10 +21,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1, "n_shared_experts": 1, "num_key_value_heads": 4, "q_lora_rank": 16,
         "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 4,
     },
+    "mimo": {},
     "qwen3_5_text": {"layer_types": ["full_attention"] * (LAYERS + 1)},
 }  # fmt: skip
 AROUND = {
     "glm4_moe": ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"),
+    "mimo": ("token_layernorm.weight", "hidden_layernorm.weight", "input_proj.weight", "final_layernorm.weight"),
     "qwen3_5_text": ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight", "norm.weight"),
 }
 Mtp = dict[str, Tensor]
@@ -37,18 +39,18 @@ def save_mtp_target(folder: Path, family: str) -> Mtp:
     tensors = load_file(folder / "model.safetensors")
     last = f"model.layers.{LAYERS}."
     qwen = family.startswith("qwen")
-    names = AROUND["qwen3_5_text" if qwen else "glm4_moe"]
+    names = AROUND.get(family, AROUND["glm4_moe"])
     generator = torch.Generator().manual_seed(1)
     norms = [torch.rand(WIDTH, generator=generator) + 0.5 for _ in range(3)]
     projection = 0.2 * torch.randn(WIDTH, 2 * WIDTH, generator=generator)
-    place = "mtp." if qwen else last
+    place = {"qwen3_5_text": "mtp.", "mimo": "model.mtp_layers.0."}.get(family, last)
     mtp = {place + name: part for name, part in zip(names, (*norms[:2], projection, norms[2]), strict=True)}
-    block = "mtp.layers.0." if qwen else last
+    block = "mtp.layers.0." if qwen else place
     mtp |= {name.replace(last, block): part for name, part in tensors.items() if name.startswith(last)}
     kept = {name: part for name, part in tensors.items() if not name.startswith(last)}
     save_file(kept | mtp, str(folder / "model.safetensors"), metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
-    config |= {"layer_types": config["layer_types"][:LAYERS]} if qwen else {}
+    config |= {"layer_types": config["layer_types"][:LAYERS]} if config.get("layer_types") else {}
     (folder / "config.json").write_text(json.dumps(config))
     return mtp

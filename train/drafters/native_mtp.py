@@ -1,7 +1,8 @@
 """Fine-tuning the multi-token-prediction layer that a target brings along (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
     step k, row t:  z = W [norm_e(emb(x_{t+1+k})); norm_h(g)], in the family's order
-                    g = the target's state at t after its final norm (k = 0), else the step before's output
+                    g = the target's state at t after its final norm (MiMo: before it) for k = 0,
+                        else the step before's output
     layer:          y = a decoder layer of the target's own class (its attention, experts and all), of z
     logits:         the target's LM head(norm(y));  next step's g = norm(y)
 
@@ -12,11 +13,15 @@ Families, by the names in the target's folder:
 
     layers.N.*    DeepSeek-V3, GLM-4-MoE and what else transformers knows (`MtpModel`)     [embedding; state]
     mtp.*         Qwen3.5 and Qwen3-Next, dense                                            [embedding; state]
+    model.mtp_layers.0.*   MiMo                                                            [state; embedding]
+
+MiMo's first row of a text reads no embedding, in vLLM as in its own code.
 
 Shape letters as in `train.drafters.base`; R = flattened rows B * T.
 """
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +33,13 @@ from transformers.modeling_layers import MtpLayer, MtpModel
 
 from conf import InputError
 from conf.records import read_safetensors
-from data.batch import Wants
+from data.batch import TargetFeatures, Wants
 from data.decoder import TargetParts
 from train.drafters.base import Servable
 from train.drafters.draft_layer import Attend
 from train.drafters.fed_back import FedBackConfig, FedBackDrafter
 from train.drafters.flops import attention_flops, linear_flops
 
-QWEN = ("qwen3_5", "qwen3_next")
 OF_QWEN = {
     "mtp.fc.": "eh_proj.",
     "mtp.pre_fc_norm_embedding.": "enorm.",
@@ -43,7 +47,16 @@ OF_QWEN = {
     "mtp.layers.0.": "mtp_block.",
     "mtp.norm.": "post_norm.",
 }
-"""Names in the folder -> names in transformers' `MtpLayer`."""
+OF_MIMO = {
+    "model.mtp_layers.0.token_layernorm.": "enorm.",
+    "model.mtp_layers.0.hidden_layernorm.": "hnorm.",
+    "model.mtp_layers.0.input_proj.": "eh_proj.",
+    "model.mtp_layers.0.final_layernorm.": "post_norm.",
+    "model.mtp_layers.0.": "mtp_block.",
+}
+FAMILIES = {"qwen3_5": OF_QWEN, "qwen3_next": OF_QWEN, "mimo": OF_MIMO}
+"""For the families whose folders transformers cannot read itself: how their names begin there, the first that fits ->
+how they begin in transformers' `MtpLayer`."""
 
 
 class NativeMtp(FedBackDrafter):
@@ -58,16 +71,27 @@ class NativeMtp(FedBackDrafter):
             InputError: if the target has none that is known.
         """
         super().__init__(settings, target, draft_to_target_ids)
-        self.wants = Wants(aux_layers=(), last_hidden_state=True)
+        self._of_mimo = target.config.model_type == "mimo"
+        before_norm = (len(target.decoder.layers),) if self._of_mimo else ()
+        self.wants = Wants(aux_layers=before_norm, last_hidden_state=True)
         # In a tuple: the target's modules are not this module's, to be moved or saved with it.
         self._of_target = (target.decoder.model, target.decoder.module.rotary_emb)
         self.mtp: Any = native_layer(target).float().requires_grad_(True).train()
+
+    def fuse(self, features: TargetFeatures) -> Tensor:
+        """See FedBackDrafter.fuse."""
+        if not self._of_mimo:
+            return self.last_hidden(features)
+        return features.aux_hidden_states.flatten(0, 1).to(next(self.parameters()).dtype)
 
     def layer(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, queries: Tensor | None = None
     ) -> Tensor:
         """See FedBackDrafter.layer."""
-        token, state = self.mtp.enorm(self.embed(ids, hidden)), self.mtp.hnorm(hidden)
+        embedded = self.embed(ids, hidden)
+        if self._of_mimo:
+            embedded = torch.where(positions[:, None] == 0, 0, embedded)
+        token, state = self.mtp.enorm(embedded), self.mtp.hnorm(hidden)
         first_state = getattr(self.mtp.config, "mtp_hidden_states_first", False)  # transformers' own flag
         joined = self.mtp.eh_proj(torch.cat([state, token] if first_state else [token, state], dim=-1))[None]
         output = self.mtp.mtp_block(
@@ -124,8 +148,9 @@ def native_layer(target: TargetParts) -> Any:
     """
     model = target.decoder.model
     text = model.config.get_text_config()
-    if text.model_type.startswith(QWEN):
-        return _of_qwen(target, model, text)
+    names = _names(text)
+    if names is not None:
+        return _from_folder(target, model, text, names)
     if getattr(text, "num_mtp_layers", None) is None:
         raise InputError(
             f"target {text.model_type} has no MTP layer of its own (no num_nextn_predict_layers in its config); "
@@ -147,8 +172,9 @@ def native_names(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
         state: of the layer.
     """
     text = model.config.get_text_config()
-    if text.model_type.startswith(QWEN):
-        back = {new: old for old, new in OF_QWEN.items()}
+    names = _names(text)
+    if names is not None:
+        back = {new: old for old, new in names.items()}
         return {
             next(old + name.removeprefix(new) for new, old in back.items() if name.startswith(new)): tensor
             for name, tensor in state.items()
@@ -163,33 +189,38 @@ def native_names(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _qwens_part(path: str) -> dict[str, Tensor]:
+def _names(text: Any) -> dict[str, str] | None:
+    return next((names for family, names in FAMILIES.items() if text.model_type.startswith(family)), None)
+
+
+def _part(path: str, names: dict[str, str]) -> dict[str, Tensor]:
     """The MTP tensors of one file, under `MtpLayer`'s names; the target's own stay on disk."""
     found = {}
     with safe_open(path, framework="pt") as file:
-        names: list[str] = list(file.keys())
-        for name in names:
-            for old, new in OF_QWEN.items():
-                if name.startswith(old):
-                    found[new + name.removeprefix(old)] = file.get_tensor(name)
+        stored: list[str] = list(file.keys())
+        for name in stored:
+            begin = next((begin for begin in names if name.startswith(begin)), None)
+            if begin is not None:
+                found[names[begin] + name.removeprefix(begin)] = file.get_tensor(name)
     return found
 
 
-def _of_qwen(target: TargetParts, model: Any, text: Any) -> Any:
+def _from_folder(target: TargetParts, model: Any, text: Any, names: dict[str, str]) -> Any:
     one = copy.deepcopy(text)
     one.layer_types, one.num_hidden_layers = ["full_attention"], 1
+    one.mtp_hidden_states_first = names is OF_MIMO
     kind = type(target.decoder.layers[-1])
     norm = type(target.decoder.module.norm)
     layer = MtpLayer(one, kind, norm, 0)
     stored: dict[str, Tensor] = {}
     for file in sorted(Path(target.path).glob("*.safetensors")):
-        stored |= read_safetensors(file, _qwens_part)
+        stored |= read_safetensors(file, partial(_part, names=names))
     wanted = layer.state_dict()
     wrong = sorted(
         name for name in wanted.keys() | stored.keys()
         if name not in wanted or name not in stored or wanted[name].shape != stored[name].shape
     )  # fmt: skip
     if wrong:
-        raise InputError(f"the MTP layer (mtp.*) of {target.path} does not fit its config: {', '.join(wrong[:5])}")
+        raise InputError(f"the MTP layer of {target.path} does not fit its config: {', '.join(wrong[:5])}")
     layer.load_state_dict(stored)
     return layer

@@ -1,7 +1,7 @@
 """MTP layers that targets bring along: read, trained, decoded and named as in the target's folder.
 
-The reference for DeepSeek-V3 and GLM-4-MoE is transformers' own MTP forward; for Qwen3.5, which transformers does not
-run, the formula of vLLM's module around transformers' decoder layer.
+The reference for DeepSeek-V3 and GLM-4-MoE is transformers' own MTP forward; for Qwen3.5 and MiMo, which transformers
+does not run, the formula of vLLM's module around transformers' decoder layer.
 """
 
 from collections.abc import Callable
@@ -26,6 +26,9 @@ from tests.train.drafters.test_eagle3 import assert_relative, batch_of
 from train.acceptance import round_walk
 from train.drafters.base import chain
 
+OF_TRANSFORMERS = ("glm4_moe", "deepseek_v3")
+"""Whose MTP layers it runs itself."""
+
 
 @pytest.fixture(scope="module")
 def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Target, Mtp]]:
@@ -39,7 +42,7 @@ def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Ta
             trust_remote_code=False, compile=False,
         )  # fmt: skip
         target = Target(settings, torch.float32)
-        if not family.startswith("qwen"):
+        if family in OF_TRANSFORMERS:
             target.model.set_experts_implementation("eager")  # the grouped kernels know no float64
             # transformers knows the numbers of the published models' MTP layers.
             target.model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}\."]
@@ -58,21 +61,34 @@ def drafter_of(target: Target, **changes: Any) -> Any:
 def reference(target: Target, drafter: Any, ids: Tensor, states: Tensor) -> Tensor:
     """What the LM head reads after one step, for rows 0..n-2."""
     positions = torch.arange(ids.shape[1] - 1)[None]
-    if not target.hf_config.model_type.startswith("qwen"):
+    if target.hf_config.model_type in OF_TRANSFORMERS:
         native = MtpModel.from_pretrained(target.model).to(states.dtype)
         output: Tensor = native.forward_layer(0, states[:, :-1], positions, None, input_ids=ids[:, 1:])
         return output
     mtp = drafter.mtp
-    embeds, eps = target.embed_tokens[ids[:, 1:]], target.hf_config.rms_norm_eps
+    embeds, eps = target.embed_tokens[ids[:, 1:]].clone(), target.hf_config.rms_norm_eps
+    of_mimo = target.hf_config.model_type == "mimo"
+    if of_mimo:
+        embeds[:, 0] = 0
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (1 + weight)  # Qwen3.5's norms count from 1
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight + (not of_mimo))  # Qwen3.5's count from 1
 
-    both = torch.cat([norm(embeds, mtp.enorm.weight), norm(states[:, :-1], mtp.hnorm.weight)], dim=-1)
-    joined = both @ mtp.eh_proj.weight.T
+    both = [norm(embeds, mtp.enorm.weight), norm(states[:, :-1], mtp.hnorm.weight)]
+    joined = torch.cat(both[::-1] if of_mimo else both, dim=-1)
+    joined = joined @ mtp.eh_proj.weight.T
     rotary = target.decoder.module.rotary_emb(joined, position_ids=positions)
     found = mtp.mtp_block(joined, position_embeddings=rotary, position_ids=positions, attention_mask=None, cache=None)
     return norm(found[0] if isinstance(found, tuple) else found, mtp.post_norm.weight)
+
+
+def before_final_norm(target: Target, ids: Tensor) -> Tensor:
+    """(1, T, D), by transformers."""
+    seen: list[Tensor] = []
+    handle = target.model.model.norm.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
+    target.model(input_ids=ids)
+    handle.remove()
+    return seen[0]
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -82,7 +98,8 @@ def test_first_step_is_the_native_forward(with_mtp: Any, family: str) -> None:
     batch = batch_of([(3, 9)])
     features = target.capture(batch, drafter.wants)
     with torch.no_grad():
-        expected = reference(target, drafter, batch.input_ids, features.last_hidden_state)[0]
+        read = before_final_norm(target, batch.input_ids) if family == "mimo" else features.last_hidden_state
+        expected = reference(target, drafter, batch.input_ids, read)[0]
         (stream,) = drafter._unroll(batch, features, [torch.arange(3, 12)])
     assert_relative(drafter.normed(stream).detach()[:-1], expected[3:])  # transformers' norms compute in float32
 
@@ -129,5 +146,5 @@ def test_targets_without_such_a_layer_are_refused(tiny_target: Any, with_mtp: An
     tensors = load_file(file)
     del tensors["mtp.fc.weight"]
     save_file(tensors, str(file), metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"mtp\.\*.*eh_proj\.weight"):
+    with pytest.raises(InputError, match=r"MTP layer of .*eh_proj\.weight"):
         drafter_of(target)
