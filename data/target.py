@@ -3,6 +3,7 @@
 Shape letters: B = batch, T = tokens, D = hidden size, A = auxiliary layers, V = vocabulary.
 """
 
+import copy
 import hashlib
 from pathlib import Path
 from typing import Any, Literal
@@ -14,11 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from conf import InputError, config
-from data import attention, wheel_target
+from data import attention, mimo, wheel_target
 from data.batch import Batch, TargetFeatures, Wants
 from data.cache import TargetCache
 from data.decoder import Decoder, TargetParts
 from data.identity import TargetIdentity
+
+mimo.register()
 
 
 @config
@@ -114,6 +117,12 @@ class Target:
             final_norm=self.decoder.final_norm,
             decoder=self.decoder,
         )
+
+    def with_model(self, model: Any) -> "Target":
+        """The same target with another model's layers (of the same shape)."""
+        other = copy.copy(self)
+        other.model, other.decoder = model, Decoder(model)
+        return other
 
     def identity(self) -> TargetIdentity:
         """Who this is, for checkpoints."""

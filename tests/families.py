@@ -48,3 +48,9 @@ def tiny_family(
 def longest_chain(drafter: Any, wanted: int) -> int:
     """At most `wanted`; drafters with a head per position have no more than these."""
     return min(wanted, drafter.max_draft_tokens or wanted)
+
+
+def as_served(target: Any, drafter: Any) -> Any:
+    """The target that the drafter has learned to draft for: itself, or what training has made of it."""
+    changed = drafter.changed_target()
+    return target if changed is None else target.with_model(changed)

@@ -182,6 +182,9 @@ def load_drafter(
         raise InputError(f"{folder / 'config.yaml'} names drafter {drafter_config.name}, which has no weights")
     load_weights(drafter, weights, folder)
     drafter.requires_grad_(False).eval().to(target.device, target.model.dtype)
+    changed = drafter.changed_target()
+    if changed is not None:
+        target = target.with_model(changed)
     container = OmegaConf.to_container(job, resolve=True)
     assert isinstance(container, dict)  # config.yaml is a mapping: OmegaConf.save wrote a DictConfig
     settings = {str(key): value for key, value in container.items()}

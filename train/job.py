@@ -95,7 +95,7 @@ def build_drafter(job: TrainJob, target: Target, corpus: PreparedCorpus) -> Draf
             f"target's context of {target.hf_config.max_position_embeddings}"
         )
     folder = job.drafter.warm_start()
-    head = None if folder is None else read_head(folder, job.drafter.name)
+    head = None if folder is None else read_head(folder, job.drafter.families())
     if head is None:
         ids = corpus.draft_vocabulary(target, job.drafter.draft_vocab_size)
     else:
@@ -109,7 +109,7 @@ def build_drafter(job: TrainJob, target: Target, corpus: PreparedCorpus) -> Draf
         raise InputError(f"drafter {name} has nothing to train: run python -m eval +target=... +drafter={name}")
     require_reach(drafter, job.num_draft_tokens)
     if head is not None:
-        head.put_into(drafter)
+        head.put_into(drafter, job.drafter.name)
     return drafter
 
 

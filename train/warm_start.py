@@ -4,6 +4,7 @@ Names are translated by the family (`Drafter.translate`). Where a file could mea
 is read wrongly trains on, only worse.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,25 +57,27 @@ class Head:
             raise InputError(f"drafter.init_from={self.folder}: its d2t can be read as {found}; repair the file first")
         return next(iter(valid.values()))
 
-    def put_into(self, drafter: Drafter) -> None:
-        """Load the tensors into an untrained drafter of the same draft vocabulary.
+    def put_into(self, drafter: Drafter, name: str) -> None:
+        """Load the tensors into an untrained drafter of this name and the same draft vocabulary.
 
         Raises:
             InputError: if the head is of another family, shape or convention.
         """
         tensors = self.tensors
+        if self.family not in (None, name):
+            tensors = {**drafter.state_dict(), **tensors}  # what this family adds to that one starts as it is
         if self.family is None:
             translated = drafter.translate(self.tensors, self.config)
             tensors = {**translated, "draft_to_target_ids": drafter.draft_to_target_ids}
         load_weights(drafter, tensors, self.folder)
 
 
-def read_head(path: str, family: str) -> Head:
+def read_head(path: str, families: Sequence[str]) -> Head:
     """Read a run or checkpoint of ours, or a folder that SpecForge, speculators, EAGLE or Medusa has written.
 
     Args:
         path: the folder.
-        family: name of the drafter that is to start from it.
+        families: names of the drafters whose checkpoints will do.
 
     Raises:
         InputError: if there is nothing to read, or the checkpoint is of another family.
@@ -89,8 +92,10 @@ def read_head(path: str, family: str) -> Head:
             )
         own = find_checkpoint(path)
         name = OmegaConf.load(own / "config.yaml").drafter.name
-        if name != family:
-            raise InputError(f"drafter.init_from={path} is a checkpoint of drafter {name}, not of {family}")
+        if name not in families:
+            raise InputError(
+                f"drafter.init_from={path} is a checkpoint of drafter {name}, not of {' or '.join(families)}"
+            )
         return Head(own, read_safetensors(own / "model.safetensors", load_file), {}, name)
     tensors: dict[str, Tensor] = {}
     for file in files:

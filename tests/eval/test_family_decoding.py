@@ -13,7 +13,7 @@ from tests.eval.test_generate import ANSWER_TOKENS, PROMPTS, VOCAB, acceptance_l
 from tests.eval.test_lossless import ALPHA, next_token_logits, smallest_p
 from tests.eval.test_lossless import PROMPTS as SHORT_PROMPTS
 from tests.eval.test_lossless import World as SampledWorld
-from tests.families import NAMES, longest_chain, tiny_family
+from tests.families import NAMES, as_served, longest_chain, tiny_family
 from train.acceptance import round_walk
 from train.drafters.base import chain
 
@@ -36,7 +36,9 @@ def taught(tiny_target: Any) -> Any:
             state = train(drafter, teacher, answers, 60).state_dict()
             drafter = tiny_family(name, target, 36, init_layer=None, aux_layers=(1, 2, 3), num_layers=2)
             drafter.load_state_dict(state)
-            made[key] = target, drafter.requires_grad_(False).eval(), answers
+            served = as_served(target, drafter)
+            answers = [transformers_answer(served, prompt, ANSWER_TOKENS) for prompt in PROMPTS]
+            made[key] = served, drafter.requires_grad_(False).eval(), answers
         return made[key]
 
     return make
@@ -83,9 +85,11 @@ def test_overfitted_drafter_is_accepted(tiny_target: Any, name: str) -> None:
     answer = transformers_answer(target, PROMPTS[1], ANSWER_TOKENS)
     # A random target is often of two minds (logits .01 apart): the text, not its distribution, is what can be learned.
     drafter = tiny_family(
-        name, target, noise=0.05, init_layer=None, aux_layers=(1, 2, 3), num_layers=2, ttt_steps=5, loss="ce"
-    )
+        name, target, noise=0.05, init_layer=None, aux_layers=(1, 2, 3), num_layers=2, ttt_steps=5, loss="ce",
+        preservation_weight=30.0,
+    )  # fmt: skip
     train(drafter, target, [answer], 200, PROMPTS[1:2])
+    target = as_served(target, drafter)
     length = longest_chain(drafter, 5)
     (found,) = speculative_generate(target, drafter, PROMPTS[1:2], decoding(chain(length))).answers
     assert found.tokens == answer
@@ -97,5 +101,6 @@ def test_overfitted_drafter_is_accepted(tiny_target: Any, name: str) -> None:
 def test_sampled_tokens_follow_the_targets_law(tiny_target: Any, name: str, plan: Any) -> None:
     target = tiny_target("llama", torch.float64, vocab_size=6, num_hidden_layers=3)
     drafter = tiny_family(name, target, 5, aux_layers=(1, 2), num_layers=2).eval().requires_grad_(False)
+    target = as_served(target, drafter)
     world = SampledWorld(target, drafter, next_token_logits(target))
     assert smallest_p(world, drafter, plan, SAMPLED, 8_000) > ALPHA / len(SHORT_PROMPTS)

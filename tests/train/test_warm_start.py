@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conf import InputError
-from tests.families import tiny_family
+from tests.families import settings_of, tiny_family
 from tests.train.conftest import Launcher
 from train.warm_start import read_head
 
@@ -37,11 +37,11 @@ def eagle3_folder(folder: Path, head: Any, config: dict[str, Any], layer: str = 
 
 def start(path: str, target: Any, family: str, **settings: Any) -> Any:
     """What the trainer does."""
-    head = read_head(path, family)
+    head = read_head(path, settings_of(family).families())
     ids = head.draft_to_target_ids(VOCAB)
     drafter = tiny_family(family, target, seed=9, init_layer=None, **settings)
     drafter = drafter.settings.build(target.parts, ids)
-    head.put_into(drafter)
+    head.put_into(drafter, family)
     return drafter
 
 
@@ -116,7 +116,7 @@ def test_vocabulary_map_is_read_as_what_it_must_be_or_refused(tiny_target: Any, 
     }
     for name, (maps, expected) in cases.items():
         assert (
-            read_head(write(tmp_path / name, tensors | maps, {}), "eagle3").draft_to_target_ids(VOCAB).tolist()
+            read_head(write(tmp_path / name, tensors | maps, {}), ["eagle3"]).draft_to_target_ids(VOCAB).tolist()
             == expected
         )
     for name, maps in {
@@ -125,7 +125,7 @@ def test_vocabulary_map_is_read_as_what_it_must_be_or_refused(tiny_target: Any, 
         "another t2d": {"d2t": torch.tensor([5, 5, 9, 9]), "t2d": known},
     }.items():
         with pytest.raises(InputError, match="d2t can be read as"):
-            read_head(write(tmp_path / name, tensors | maps, {}), "eagle3").draft_to_target_ids(VOCAB)
+            read_head(write(tmp_path / name, tensors | maps, {}), ["eagle3"]).draft_to_target_ids(VOCAB)
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -181,7 +181,7 @@ def test_head_of_another_shape_or_kind_is_refused(tiny_target: Any, tmp_path: Pa
     (tmp_path / "pickle").mkdir()
     (tmp_path / "pickle" / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(InputError, match="pickle"):
-        read_head(str(tmp_path / "pickle"), "eagle3")
+        read_head(str(tmp_path / "pickle"), ["eagle3"])
 
 
 def test_run_goes_on_from_another_runs_head(

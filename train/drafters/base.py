@@ -35,6 +35,10 @@ class DrafterConfig:
         """Folder of a head that training starts from."""
         return None
 
+    def families(self) -> tuple[str, ...]:
+        """Names of the families whose checkpoints training can start from."""
+        return (self.name,)
+
     def build(self, target: TargetParts, draft_to_target_ids: Tensor) -> "Proposer":
         """Make the untrained drafter.
 
@@ -197,6 +201,11 @@ class Drafter(nn.Module, Proposer):
     def flops(self, batch: Batch) -> int:
         """FLOPs of the matrix products of `loss` on this batch and of its gradient, by the formulas of
         `train.drafters.flops`: what model FLOPs utilisation is measured by."""
+
+    def changed_target(self) -> Any | None:
+        """The target's model (of transformers) as training has changed it, which is what has to be decoded with and
+        served; None: the target is as it was."""
+        return None
 
     def translate(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
         """Another trainer's head in this family's names, for training that starts from it.

@@ -50,6 +50,8 @@ def teacher_chunk(teacher: Teacher, rows: Tensor, settings: LossSettings) -> Tea
     whole = settings.needs_whole_vocabulary
     hidden = teacher.hidden.index_select(0, rows)
     all_logits = torch.nn.functional.linear(hidden, teacher.lm_head if whole else teacher.draft_head)
+    if settings.temperature != 1:
+        all_logits = all_logits / settings.temperature
     logits = all_logits.index_select(1, teacher.draft_to_target_ids) if whole else all_logits
     found = TeacherChunk(
         renormalised=torch.empty_like(logits, dtype=torch.float32),

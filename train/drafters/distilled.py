@@ -39,6 +39,8 @@ class DistilledConfig(DrafterConfig):
     """top_k_ce: so many of the target's most likely tokens count more."""
     top_k_weight: float = Field(ge=0)
     """top_k_ce: how much more."""
+    loss_temperature: float = Field(gt=0)
+    """Of both distributions in the loss; MTP-Boosting takes 2 with `loss: kl`."""
     mask_out_of_vocab: bool
     """Leave out labels whose argmax is outside the draft vocabulary."""
     compile: bool
@@ -147,6 +149,7 @@ class DistilledDrafter(SerialDrafter):
             mask_out_of_vocab=chosen.mask_out_of_vocab,
             step_weights=tuple(step_loss_decay**k for k in range(num_steps)),
             keep_ratio=row_keep_ratio,
+            temperature=chosen.loss_temperature,
             compiled=chosen.compile,
         )
 

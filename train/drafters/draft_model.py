@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conf import config
@@ -25,7 +25,7 @@ from data.cache import TargetCache
 from data.decoder import Decoder, TargetParts
 from train.drafters.base import DraftState, Servable
 from train.drafters.distilled import DistilledConfig
-from train.drafters.flops import attention_flops, linear_flops
+from train.drafters.flops import decoder_flops
 from train.drafters.reader import Reader
 from train.drafters.serial import Ancestry
 
@@ -118,16 +118,7 @@ class DraftModel(Reader):
 
     def reading_flops(self, batch: Batch, rows: int) -> int:
         """See Reader.reading_flops: every row is read, whether it is used or not."""
-        settings, everywhere = self._base().config.get_text_config(), batch.input_ids.numel()
-        linear = [part for part in self._decoder.layers.modules() if isinstance(part, nn.Linear)]
-        pairs = int((batch.position_ids + 1).sum()) * len(self._decoder.layers)
-        width = settings.num_attention_heads * self._head_size(settings)
-        return sum(linear_flops(part, everywhere) for part in linear) + attention_flops(pairs, width)
-
-    @staticmethod
-    def _head_size(settings: Any) -> int:
-        stated: int | None = settings.to_dict().get("head_dim")
-        return stated or settings.hidden_size // settings.num_attention_heads
+        return decoder_flops(self._decoder.layers, self._base().config.get_text_config(), batch.position_ids)
 
     # --- decoding ----------------------------------------------------------------------------------------------------
 

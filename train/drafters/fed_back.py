@@ -33,6 +33,9 @@ class FedBackConfig(SteppedConfig):
 
     ttt_steps: int = Field(ge=1)
     """Training-time-test steps S: how often the layer reads its own output in training."""
+    earlier_state_ratio: float = Field(ge=0, le=1)
+    """Training: share of the rows that, from the third step on, read a state which the layer has computed one or more
+    steps earlier for the same place in the text, instead of the last step's (MTP-Boosting)."""
 
 
 @dataclass
@@ -91,7 +94,8 @@ class FedBackDrafter(DistilledDrafter):
         """Distillation over all training-time-test steps; see Drafter.loss."""
         labels = chain_labels(batch, self.settings.ttt_steps, self.settings.row_keep_ratio)
         rows = [labels.rows(step) for step in range(self.settings.ttt_steps)]
-        return self.taught(self._unroll(batch, features, rows), labels, batch, features)
+        streams = self._unroll(batch, features, rows, self.settings.earlier_state_ratio)
+        return self.taught(streams, labels, batch, features)
 
     def taught(
         self, streams: Sequence[Tensor], labels: ChainLabels, batch: Batch, features: TargetFeatures
@@ -122,13 +126,16 @@ class FedBackDrafter(DistilledDrafter):
         ]
         return torch.stack(drafts, dim=-1).view(*batch.input_ids.shape, num_draft_tokens)  # (B, T, K)
 
-    def _unroll(self, batch: Batch, features: TargetFeatures, rows: Sequence[Tensor]) -> list[Tensor]:
+    def _unroll(
+        self, batch: Batch, features: TargetFeatures, rows: Sequence[Tensor], earlier_state_ratio: float = 0.0
+    ) -> list[Tensor]:
         """Output streams of training-time test, on the text's own tokens.
 
         Args:
             batch: the text.
             features: of all its rows.
             rows: for each step the flattened rows (N_k,) that it is wanted for, among those of the step before.
+            earlier_state_ratio: as in FedBackConfig.
 
         Returns:
             For each step (N_k, D).
@@ -141,7 +148,10 @@ class FedBackDrafter(DistilledDrafter):
             kept = torch.searchsorted(before, chosen)
             attend.narrow(chosen, kept)
             ids = shifted_ids(batch, 1 + step)[chosen]
-            hidden = self.layer(ids, self.fed_back(hidden.index_select(0, kept)), positions[chosen] + step, attend)
+            state = hidden.index_select(0, kept)
+            if earlier_state_ratio > 0:
+                state = _some_earlier(state, streams, rows, step, batch, earlier_state_ratio)
+            hidden = self.layer(ids, self.fed_back(state), positions[chosen] + step, attend)
             streams.append(hidden)
         return streams
 
@@ -204,3 +214,22 @@ class FedBackDrafter(DistilledDrafter):
 
         output = self.layer(next_ids.flatten(), hidden.flatten(0, 1), positions.flatten(), attend)
         return output.view(batch, num_rows, -1)
+
+
+def _some_earlier(
+    state: Tensor, streams: Sequence[Tensor], rows: Sequence[Tensor], step: int, batch: Batch, ratio: float
+) -> Tensor:
+    """(N, D) the states that `step` reads, some of them replaced by those of earlier steps for the same place.
+
+    Row t at step k - 1 has read the text up to x_{t+k}, and so has row t + d at step k - 1 - d.
+    """
+    chosen = rows[step]
+    # Digits of the rows' random numbers that `chain_labels` did not use.
+    drawn = (batch.uniforms.flatten()[chosen].double() * 4099 * (1 + step)).frac()
+    distance = (drawn / ratio * (step - 1)).long() + 1  # 1 .. step - 1, or more where the state stays
+    for back in range(1, step):
+        other = rows[step - 1 - back]
+        place = torch.searchsorted(other, chosen + back).clamp_max(len(other) - 1)
+        found = (distance == back) & (other[place] == chosen + back)  # a row may have been dropped
+        state = torch.where(found[:, None], streams[step - 1 - back].index_select(0, place), state)
+    return state

@@ -11,6 +11,8 @@ counted: what an implementation computes twice to save memory (blocked attention
 looks at in vain, the one dot product per row of each earlier draft step, and everything element-wise.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
 
@@ -27,3 +29,21 @@ def product_flops(weight: Tensor, rows: int, input_gradient: bool = True) -> int
 def attention_flops(pairs: int, width: int) -> int:
     """Training FLOPs of attention over `pairs` of query row and key, with `width` = heads * head size."""
     return 6 * 2 * width * pairs
+
+
+def decoder_flops(layers: nn.ModuleList, settings: Any, position_ids: Tensor) -> int:
+    """Training FLOPs of a model's decoder layers over packed text, whose every row is read.
+
+    Args:
+        layers: of the model; if some of the first one is frozen, nothing before it is trained either.
+        settings: the model's configuration.
+        position_ids: (B, T), from 0 in each document.
+    """
+    linear = [[part for part in layer.modules() if isinstance(part, nn.Linear)] for layer in layers]
+    rows, frozen = position_ids.numel(), any(not part.weight.requires_grad for part in linear[0])
+    total = sum(
+        linear_flops(part, rows, depth > 0 or not frozen) for depth, parts in enumerate(linear) for part in parts
+    )
+    head_size = settings.to_dict().get("head_dim") or settings.hidden_size // settings.num_attention_heads
+    pairs = int((position_ids + 1).sum()) * len(layers)
+    return total + attention_flops(pairs, settings.num_attention_heads * head_size)

@@ -19,7 +19,7 @@ The last two are LK losses (arXiv:2602.23881). Shape letters: R = rows, V / Vd =
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -47,6 +47,9 @@ class LossSettings:
     """(S,) weight of each step's loss."""
     keep_ratio: float
     """Step k is taught on this share ** k of its labels, chosen at random (`chain_labels`), and weighted up by it."""
+    temperature: float
+    """Both distributions are those of logits / temperature, and the loss is scaled by temperature ** 2 (Hinton et al.,
+    arXiv:1503.02531): gradients keep their size, and unlikely tokens count for more."""
     compiled: bool
     """Let torch.compile fuse the formulas."""
 
@@ -58,7 +61,7 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class TeacherChunk:
-    """The teacher's view of R labels."""
+    """The teacher's view of R labels, at the loss's temperature."""
 
     renormalised: Tensor
     """(R, Vd) float32: softmax restricted to the draft vocabulary; (R, 0) for `ce`, as `logits`."""
@@ -99,6 +102,10 @@ def loss_and_gradient(
         (R,) losses, (R, Vd) gradients (masked rows are not zeroed here) and (R,) whether the student's most likely
         draft token is the teacher's.
     """
+    if settings.temperature != 1:
+        scale = settings.temperature
+        loss, gradient, matches = loss_and_gradient(draft_logits / scale, teacher, replace(settings, temperature=1.0))
+        return loss * scale**2, gradient * scale, matches
     q, lse, top = softmax(draft_logits)
     matches = draft_logits.gather(1, teacher.best[:, None]).squeeze(1) == top
     if settings.kind in ("ce", "soft_ce", "top_k_ce"):

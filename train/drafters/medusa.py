@@ -94,10 +94,17 @@ class Medusa(DistilledDrafter):
 
     # --- training ----------------------------------------------------------------------------------------------------
 
+    def states(self, batch: Batch, features: TargetFeatures) -> Tensor:
+        """(B * T, D): what the heads read at each row of packed text."""
+        return self.last_hidden(features)
+
     def loss(self, batch: Batch, features: TargetFeatures) -> DraftLoss:
         """Distillation over all heads; see Drafter.loss."""
+        return self.taught(self.states(batch, features), batch, features)
+
+    def taught(self, states: Tensor, batch: Batch, features: TargetFeatures) -> DraftLoss:
+        """The loss of heads that read these `states`."""
         labels = chain_labels(batch, self.settings.num_heads, self.settings.row_keep_ratio)
-        states = self.last_hidden(features)
         hidden = [block(states[labels.rows(head)]) for head, block in enumerate(self.blocks)]
         decay, keep = self.settings.step_loss_decay, self.settings.row_keep_ratio
         return self.distil(hidden, self._head_weights(), labels, batch, features, decay, keep)
@@ -121,7 +128,7 @@ class Medusa(DistilledDrafter):
     @torch.no_grad()
     def greedy_drafts(self, batch: Batch, features: TargetFeatures, num_draft_tokens: int) -> Tensor:
         """See Drafter.greedy_drafts."""
-        states = self.last_hidden(features)
+        states = self.states(batch, features)
         drafts = [
             self.draft_to_target_ids[self._logits(states, head).argmax(dim=-1)] for head in range(num_draft_tokens)
         ]

@@ -89,9 +89,9 @@ def log_softmax(logits, rounded):
     return rounded(shifted - rounded(shifted.exp().sum(-1, keepdim=True), torch.float32).log(), torch.float32)
 
 
-def eager_losses(kind, student, teacher_logits, draft_ids, scale, decay, rounded):
+def eager_losses(kind, student, teacher_logits, draft_ids, scale, decay, temperature, rounded):
     """(N,) losses of (N, Vd) student and (N, V) teacher logits, unchunked; `rounded` sees every step."""
-    student, teacher_logits = (rounded(wide(logits)) for logits in (student, teacher_logits))
+    student, teacher_logits = (rounded(wide(logits)) / temperature for logits in (student, teacher_logits))
     log_q, log_p = log_softmax(student, rounded), log_softmax(teacher_logits[:, draft_ids], rounded)
     of_all = log_softmax(teacher_logits, rounded)
     q, p = rounded(log_q.exp(), torch.float32), rounded(of_all.exp(), torch.float32)[:, draft_ids]
@@ -122,16 +122,23 @@ def eager_distillation(hidden, heads, teacher, labels, weights, chosen, rounded)
         logits = rows @ (heads[step] if len(heads) > 1 else heads[0]).T
         if chosen.kind == "ce":
             known = teacher.token_ids[label] >= 0
-            log_q = log_softmax(rounded(wide(logits)), rounded)
+            log_q = log_softmax(rounded(wide(logits)) / chosen.temperature, rounded)
             losses = -log_q.gather(1, teacher.token_ids[label].clamp_min(0)[:, None]).squeeze(1) * known
         else:
             losses = eager_losses(
-                chosen.kind, logits, of_label, teacher.draft_to_target_ids, chosen.lk_scale, chosen.lk_decay, rounded
+                chosen.kind,
+                logits,
+                of_label,
+                teacher.draft_to_target_ids,
+                chosen.lk_scale,
+                chosen.lk_decay,
+                chosen.temperature,
+                rounded,
             )
         if chosen.mask_out_of_vocab and chosen.kind != "ce":
             known = of_label[:, teacher.draft_to_target_ids]
             losses = losses * (known.amax(-1) == of_label.amax(-1))  # in bfloat16 two logits may tie
-        share = weights[label] * chosen.step_weights[step] / chosen.keep_ratio**step
+        share = chosen.temperature**2 * weights[label] * chosen.step_weights[step] / chosen.keep_ratio**step
         total = total + (losses * share).sum()
     return total
 
@@ -141,10 +148,13 @@ def eager_distillation(hidden, heads, teacher, labels, weights, chosen, rounded)
 @given(
     runs=documents, steps=st.integers(1, 4), width=st.integers(1, 16), draft=st.integers(2, 20),
     more=st.integers(0, 20), chunk=st.integers(1, 20), block=st.integers(1, 8), keep=st.sampled_from([1.0, 0.6]),
-    masked=st.booleans(), frozen=st.booleans(), separate=st.booleans(), seed=st.integers(0, 10**6),
+    temperature=st.sampled_from([1.0, 2.0]), masked=st.booleans(), frozen=st.booleans(), separate=st.booleans(),
+    seed=st.integers(0, 10**6),
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
-def test_distillation(kind, dtype, runs, steps, width, draft, more, chunk, block, keep, masked, frozen, separate, seed):
+def test_distillation(
+    kind, dtype, runs, steps, width, draft, more, chunk, block, keep, temperature, masked, frozen, separate, seed
+):
     generator = torch.Generator().manual_seed(seed)
     batch = batch_of(runs, generator)
     labels = chain_labels(batch, steps, keep)
@@ -158,7 +168,8 @@ def test_distillation(kind, dtype, runs, steps, width, draft, more, chunk, block
         draft_ids,
         torch.randint(-1, draft, (batch.input_ids.numel(),), generator=generator),
     )
-    chosen = LossSettings(kind, 0.9, 3.0, 2, 3.0, masked, tuple(0.8**k for k in range(steps)), keep, compiled=False)
+    weights = tuple(0.8**k for k in range(steps))
+    chosen = LossSettings(kind, 0.9, 3.0, 2, 3.0, masked, weights, keep, temperature, compiled=False)
     hidden = [torch.randn(len(taught), width, generator=generator).to(dtype) for taught in labels.taught]
     num_heads = steps if separate else 1
     heads = [unit * torch.randn(draft, width, generator=generator).to(dtype) for _ in range(num_heads)]
@@ -243,7 +254,7 @@ def test_compiled_formulas_are_the_eager_ones(kind):
     hidden = [torch.randn(len(taught), 8, generator=generator) for taught in labels.taught]
     found = []
     for compiled in (False, True):
-        chosen = LossSettings(kind, 0.9, 3.0, 2, 3.0, False, (1.0, 0.5), 1.0, compiled)
+        chosen = LossSettings(kind, 0.9, 3.0, 2, 3.0, False, (1.0, 0.5), 1.0, 1.0, compiled)
         leaves = [rows.clone().requires_grad_() for rows in hidden]
         total = chunked_distillation(
             leaves, [teacher.draft_head], teacher, labels, batch.token_weights.flatten(), chosen

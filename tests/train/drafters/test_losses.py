@@ -19,12 +19,17 @@ V, VD, D = 23, 11, 6
 DRAFT_IDS = torch.tensor([0, 1, 4, 5, 8, 9, 12, 15, 17, 20, 22])
 
 
-def settings_of(kind, mask_out_of_vocab=False, step_weights=(1.0,), scale=0.9, decay=3.0, keep_ratio=1.0):
-    return LossSettings(kind, scale, decay, 2, 3.0, mask_out_of_vocab, tuple(step_weights), keep_ratio, compiled=False)
+def settings_of(
+    kind, mask_out_of_vocab=False, step_weights=(1.0,), scale=0.9, decay=3.0, keep_ratio=1.0, temperature=1.0
+):
+    return LossSettings(
+        kind, scale, decay, 2, 3.0, mask_out_of_vocab, tuple(step_weights), keep_ratio, temperature, compiled=False
+    )
 
 
-def naive_loss(kind, draft_logits, target_logits, draft_ids, scale=0.9, decay=3.0):
+def naive_loss(kind, draft_logits, target_logits, draft_ids, scale=0.9, decay=3.0, temperature=1.0):
     """The formulas of recipes.md 2.2, row by row, for autograd."""
+    draft_logits, target_logits = draft_logits / temperature, target_logits / temperature
     q = draft_logits.softmax(-1)
     p = target_logits.softmax(-1)[:, draft_ids]
     p_tilde = p / p.sum(-1, keepdim=True)
@@ -63,19 +68,20 @@ def chunk_of(target_logits, draft_ids):
 @pytest.mark.parametrize("kind", KINDS)
 @given(
     rows=st.integers(1, 5), size=st.integers(2, 9), hidden=st.integers(0, 6), spread=st.floats(0.1, 4),
-    scale=st.floats(0, 1), decay=st.floats(0, 5), seed=st.integers(0, 999),
+    scale=st.floats(0, 1), decay=st.floats(0, 5), temperature=st.sampled_from([1.0, 2.0]), seed=st.integers(0, 999),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)
-def test_gradient_is_that_of_the_naive_formula(kind, rows, size, hidden, spread, scale, decay, seed):
+def test_gradient_is_that_of_the_naive_formula(kind, rows, size, hidden, spread, scale, decay, temperature, seed):
     generator = torch.Generator().manual_seed(seed)
     target_logits = spread * torch.randn(rows, size + hidden, generator=generator, dtype=torch.float64)
     draft_logits = spread * torch.randn(rows, size, generator=generator, dtype=torch.float64)
     draft_ids = torch.randperm(size + hidden, generator=generator)[:size].sort().values
-    chunk = chunk_of(target_logits, draft_ids)
-    loss, gradient, matches = loss_and_gradient(draft_logits, chunk, settings_of(kind, scale=scale, decay=decay))
+    chunk = chunk_of(target_logits / temperature, draft_ids)
+    chosen = settings_of(kind, scale=scale, decay=decay, temperature=temperature)
+    loss, gradient, matches = loss_and_gradient(draft_logits, chunk, chosen)
 
     leaf = draft_logits.clone().requires_grad_()
-    expected = naive_loss(kind, leaf, target_logits, draft_ids, scale, decay)
+    expected = temperature**2 * naive_loss(kind, leaf, target_logits, draft_ids, scale, decay, temperature)
     expected.sum().backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-12)
