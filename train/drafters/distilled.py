@@ -98,6 +98,10 @@ class DistilledDrafter(SerialDrafter):
         assert features.last_hidden_state is not None  # asked for in `wants`
         return features.last_hidden_state.flatten(0, 1).to(next(self.parameters()).dtype)
 
+    def aux_hidden(self, features: TargetFeatures) -> Tensor:
+        """(B, M, ...) features -> (B * M, A * D), the auxiliary states side by side, as trained weights read them."""
+        return features.aux_hidden_states.flatten(0, 1).to(next(self.parameters()).dtype)
+
     def distil(
         self,
         hidden: Sequence[Tensor],

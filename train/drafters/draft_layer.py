@@ -16,6 +16,11 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """query (H, Q, E), keys (G, R, E), values (G, R, E) of the rows at hand -> (H, Q, E)."""
 
 
+def compile_layer(layer: nn.Module) -> None:
+    """Let torch.compile fuse the layer's own forward: hooks of an engine (ZeRO-3's gathering) stay outside."""
+    layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
+
+
 class DraftLayer(nn.Module):
     """A Llama layer whose attention may read wider rows than its residual stream. Names as engines know them."""
 

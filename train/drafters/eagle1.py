@@ -21,7 +21,7 @@ from conf import InputError, config
 from data.batch import Batch, TargetFeatures, Wants
 from data.decoder import TargetParts
 from train.drafters.base import DraftLoss, Servable
-from train.drafters.draft_layer import Attend, PlainLayer, start_from_target
+from train.drafters.draft_layer import Attend, PlainLayer, compile_layer, start_from_target
 from train.drafters.fed_back import FedBackConfig, FedBackDrafter
 from train.drafters.flops import linear_flops
 from train.drafters.foreign import renamed, require_targets_embedding
@@ -64,9 +64,7 @@ class Eagle1(FedBackDrafter):
         if settings.init_layer is not None:
             start_from_target(self.decoder_layer, self.fc, target.decoder.layers, settings.init_layer)
         if settings.compile:
-            self.decoder_layer.forward = torch.compile(  # type: ignore[method-assign]
-                self.decoder_layer.forward, dynamic=True
-            )
+            compile_layer(self.decoder_layer)
 
     def taught(
         self, streams: Sequence[Tensor], labels: ChainLabels, batch: Batch, features: TargetFeatures

@@ -18,7 +18,7 @@ from conf import InputError, config
 from data.batch import TargetFeatures, Wants
 from data.decoder import TargetParts
 from train.drafters.base import Servable
-from train.drafters.draft_layer import Attend, EagleLayer, default_aux_layers, start_from_target
+from train.drafters.draft_layer import Attend, EagleLayer, compile_layer, default_aux_layers, start_from_target
 from train.drafters.fed_back import FedBackConfig, FedBackDrafter
 from train.drafters.flops import linear_flops
 from train.drafters.foreign import renamed, require_settings, require_targets_embedding
@@ -102,9 +102,7 @@ class Eagle3(FedBackDrafter):
         self.rotary = Rotary(shape)
         self._initialise(target)
         if settings.compile:
-            self.midlayer.forward = torch.compile(  # type: ignore[method-assign]
-                self.midlayer.forward, dynamic=True
-            )
+            compile_layer(self.midlayer)
 
     @torch.no_grad()
     def _initialise(self, target: TargetParts) -> None:
@@ -123,7 +121,7 @@ class Eagle3(FedBackDrafter):
 
     def fuse(self, features: TargetFeatures) -> Tensor:
         """(B, T, A * D) auxiliary states -> (R, D) features."""
-        states = features.aux_hidden_states.flatten(0, 1).to(self.fc.weight.dtype)
+        states = self.aux_hidden(features)
         if self.fc_norm:
             parts = states.chunk(len(self.fc_norm), dim=-1)
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)

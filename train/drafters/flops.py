@@ -31,6 +31,27 @@ def attention_flops(pairs: int, width: int) -> int:
     return 6 * 2 * width * pairs
 
 
+def module_flops(module: nn.Module, settings: Any, rows: int, input_gradient: bool = True) -> int:
+    """Training FLOPs of `rows` rows through all matrices of a model's layer, attention's scores apart.
+
+    Args:
+        module: the layer. transformers keeps routed experts as one parameter (experts, out, in).
+        settings: the model's configuration: how many experts a row goes through.
+        rows: so many.
+        input_gradient: whether something before the layer is trained.
+    """
+    chosen = settings.to_dict().get("num_experts_per_tok", 0)
+    total = 0
+    for name, weight in module.named_parameters():
+        if name.endswith("bias"):
+            continue
+        if weight.ndim == 2:
+            total += product_flops(weight, rows, input_gradient)
+        elif weight.ndim == 3:
+            total += product_flops(weight, rows * chosen, input_gradient) // len(weight)
+    return total
+
+
 def decoder_flops(layers: nn.ModuleList, settings: Any, position_ids: Tensor) -> int:
     """Training FLOPs of a model's decoder layers over packed text, whose every row is read.
 
@@ -39,10 +60,10 @@ def decoder_flops(layers: nn.ModuleList, settings: Any, position_ids: Tensor) ->
         settings: the model's configuration.
         position_ids: (B, T), from 0 in each document.
     """
-    linear = [[part for part in layer.modules() if isinstance(part, nn.Linear)] for layer in layers]
-    rows, frozen = position_ids.numel(), any(not part.weight.requires_grad for part in linear[0])
+    frozen = any(not weight.requires_grad for weight in layers[0].parameters())
     total = sum(
-        linear_flops(part, rows, depth > 0 or not frozen) for depth, parts in enumerate(linear) for part in parts
+        module_flops(layer, settings, position_ids.numel(), depth > 0 or not frozen)
+        for depth, layer in enumerate(layers)
     )
     head_size = settings.to_dict().get("head_dim") or settings.hidden_size // settings.num_attention_heads
     pairs = int((position_ids + 1).sum()) * len(layers)

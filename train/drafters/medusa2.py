@@ -113,7 +113,9 @@ class Medusa2(Medusa):
 
     def flops(self, batch: Batch) -> int:
         """See Drafter.flops."""
-        reading = decoder_flops(self._changed.layers, self.shape, batch.position_ids)
+        reading = decoder_flops(
+            self._changed.layers, self.changed_target().config.get_text_config(), batch.position_ids
+        )
         return super().flops(batch) + reading + 6 * len(generated(batch).label) * self.target_head.numel()
 
     def translate(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from conf import config
 from data.batch import Wants
 from data.decoder import TargetParts
 from train.drafters.base import Servable
-from train.drafters.draft_layer import Attend, PlainLayer, start_from_target
+from train.drafters.draft_layer import Attend, PlainLayer, compile_layer, start_from_target
 from train.drafters.fed_back import FedBackConfig, FedBackDrafter
 from train.drafters.flops import linear_flops
 from train.drafters.layers import RMSNorm, Rotary, product_dtype
@@ -69,9 +69,7 @@ class Mtp(FedBackDrafter):
         if settings.init_layer is not None:
             start_from_target(self.mtp_layer, self.input_proj, target.decoder.layers, settings.init_layer)
         if settings.compile:
-            self.mtp_layer.forward = torch.compile(  # type: ignore[method-assign]
-                self.mtp_layer.forward, dynamic=True
-            )
+            compile_layer(self.mtp_layer)
 
     def layer(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, queries: Tensor | None = None

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import MtpLayer, MtpModel
 
@@ -38,7 +38,7 @@ from data.decoder import TargetParts
 from train.drafters.base import Servable
 from train.drafters.draft_layer import Attend
 from train.drafters.fed_back import FedBackConfig, FedBackDrafter
-from train.drafters.flops import attention_flops, linear_flops
+from train.drafters.flops import attention_flops, module_flops
 
 OF_QWEN = {
     "mtp.fc.": "eh_proj.",
@@ -80,9 +80,7 @@ class NativeMtp(FedBackDrafter):
 
     def fuse(self, features: TargetFeatures) -> Tensor:
         """See FedBackDrafter.fuse."""
-        if not self._of_mimo:
-            return self.last_hidden(features)
-        return features.aux_hidden_states.flatten(0, 1).to(next(self.parameters()).dtype)
+        return self.aux_hidden(features) if self._of_mimo else self.last_hidden(features)
 
     def layer(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, queries: Tensor | None = None
@@ -115,10 +113,9 @@ class NativeMtp(FedBackDrafter):
         return output
 
     def layer_flops(self, everywhere: int, key_rows: int, query_rows: int, pairs: int) -> int:
-        """See FedBackDrafter.layer_flops: of the dense parts; routed experts are not counted."""
-        linear = [part for part in self.mtp.modules() if isinstance(part, nn.Linear)]
+        """See FedBackDrafter.layer_flops."""
         width = self.shape.num_attention_heads * self.shape.head_dim
-        return sum(linear_flops(part, key_rows) for part in linear) + attention_flops(pairs, width)
+        return module_flops(self.mtp, self.mtp.config, key_rows) + attention_flops(pairs, width)
 
     def to_serving(self) -> Servable:
         """The tensors under their names in the target's folder; see Drafter.to_serving."""

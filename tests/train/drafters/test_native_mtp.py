@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.modeling_layers import MtpModel
 
 from conf import InputError
@@ -21,10 +22,11 @@ from data.target import Target, TargetConfig
 from eval.generate import plain_generate, speculative_generate
 from tests.eval.decoding import decoding, static_tree
 from tests.families import settings_of
-from tests.mtp_targets import LAYERS, SHAPES, Mtp, save_mtp_target
+from tests.mtp_targets import LAYERS, SHAPES, WIDTH, Mtp, save_mtp_target
 from tests.train.drafters.test_eagle3 import assert_relative, batch_of
 from train.acceptance import round_walk
 from train.drafters.base import chain
+from train.drafters.flops import module_flops
 
 OF_TRANSFORMERS = ("glm4_moe", "deepseek_v3")
 """Whose MTP layers it runs itself."""
@@ -148,3 +150,14 @@ def test_targets_without_such_a_layer_are_refused(tiny_target: Any, with_mtp: An
     save_file(tensors, str(file), metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"MTP layer of .*eh_proj\.weight"):
         drafter_of(target)
+
+
+@pytest.mark.parametrize("family", list(SHAPES))
+def test_flops_of_the_feed_forward_part_are_what_torch_counts(with_mtp: Any, family: str) -> None:
+    """Routed experts, their router and shared experts included."""
+    target, _ = with_mtp(family)
+    mlp = drafter_of(target).mtp.mtp_block.mlp
+    rows = torch.randn(1, 11, WIDTH, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        mlp(rows).sum().backward()
+    assert module_flops(mlp, target.hf_config.get_text_config(), 11) == counter.get_total_flops() > 0
