@@ -51,18 +51,10 @@ def loss_mask(tokens: int, supervised: float) -> torch.Tensor:
 def measure(step: Callable[[], object], repeats: int, flops: float = 0.0, rate: float = 1.0) -> None:
     """Print seconds of each step, by how much the first one raised the process's peak memory, and the utilisation.
 
-    The first step makes gradients and optimizer states, so these are in. Memory on a CPU: the high-water mark of the
-    resident set, set back just before, minus the resident set then; on a GPU: the same of torch's allocator.
+    The first step makes gradients and optimizer states, so these are in.
     """
     gpu = torch.cuda.is_available()
-    if gpu:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    else:
-        before = _status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")
-    step()
-    peak = (torch.cuda.max_memory_allocated() if gpu else _status("VmHWM")) - before
+    peak = peak_growth(step)
     seconds = []
     for _ in range(repeats):
         started = time.perf_counter()
@@ -73,6 +65,23 @@ def measure(step: Callable[[], object], repeats: int, flops: float = 0.0, rate: 
     typical = statistics.median(seconds)
     found = {"seconds": typical, "fastest": min(seconds), "peak_mib": peak / 2**20, "mfu": flops / typical / rate}
     print(json.dumps(found))
+
+
+def peak_growth(step: Callable[[], object]) -> int:
+    """By how many bytes `step` raises the memory in use at its highest.
+
+    On a CPU: the high-water mark of the resident set, set back just before, minus the resident set then; on a GPU: the
+    same of torch's allocator.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    step()
+    return _status("VmHWM") - before
 
 
 def _status(key: str) -> int:
