@@ -1,67 +1,120 @@
-"""`make compare`: every drafter family on one token budget of the sample corpus, by the same trainer and decoder.
+"""`make compare`: every drafter family on the demo's corpus and token budget, by the same trainer and decoder.
 
-Writes outputs/compare/summary.json after every family, and goes on from it. Its rows:
+The target's states are computed once and shared by all families; everything else is the trainer's own job. Writes
+outputs/compare/summary.json after every family, and goes on from it. Its rows:
 
-    drafter, trainable_parameters, train_seconds
+    drafter, trainable_parameters
+    train_seconds                                 of the job, without the target's share (`target_seconds`, once)
     acceptance_length_t0, acceptance_length_t1    decoded at K = 3, float32, the 40 held-out prompts, T = 0 and 1
     draft_cost                                    time of a drafted token over that of a plain step, bf16, batch 1
     best_k, speedup                               of 1, 2, 3, 5: the K that is fastest over plain decoding
+
+Families that are not trained (n-gram, suffix) are measured only. `python -m tests.bench.compare medusa mtp` takes some.
 """
 
-import json
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from conf.cli import build, check_overrides
 from conf.records import provenance, read_json, write_json
-from data.prepare import make_encoder
+from data.batch import TargetFeatures, Wants
+from data.features import FeatureStore
+from data.loader import MicroBatch, TrainingStream
+from data.prepare import PreparedCorpus, make_encoder, prepare
+from data.target import Target
 from tests.bench.decoder import read_ids, speedups
-from tests.families import NAMES
+from tests.families import FOLDER, NAMES
+from train import job as train_job
 from train.checkpoint import load_drafter
+from train.drafters.base import Drafter, Proposer
 
-FOLDER = Path("outputs/compare")
-BUDGET = ["epochs=0.6", "validation_conversations=0"]
-"""About 100,000 trained positions."""
+OUTPUT = Path("outputs/compare")
+COMMON = ["+target=smollm2", "tracker=none", "validation_conversations=0"]
+OPTIONS = {"medusa2": [f"drafter.init_from={OUTPUT}/medusa"]}
+"""What a family's recipe wants besides."""
 DRAFTS = (1, 2, 3, 5)
-T1 = ["sampling=sampled", "plain_prompts=0"]
+UNTRAINED = [name for name in sorted(path.stem for path in FOLDER.glob("*.yaml")) if name not in NAMES]
 
 
-def call(module: str, *overrides: str) -> None:
-    """One command of the project, as a user would give it."""
-    subprocess.run([sys.executable, "-m", module, *overrides], check=True)
+class Shared(FeatureStore):
+    """A part of the states that another store holds."""
+
+    def __init__(self, whole: FeatureStore, wants: Wants) -> None:
+        self.whole, self.wants = whole, wants
+
+    def features(self, micro_batch: MicroBatch) -> TargetFeatures:
+        """See FeatureStore.features."""
+        found = self.whole.features(micro_batch)
+        width = self.whole.target.hf_config.hidden_size
+        states = found.aux_hidden_states.unflatten(-1, (-1, width))
+        chosen = [self.whole.wants.aux_layers.index(layer) for layer in self.wants.aux_layers]
+        return TargetFeatures(states[..., chosen, :].flatten(-2), found.last_hidden_state)
 
 
-def measure(name: str) -> dict[str, Any]:
-    """Train one family and measure it."""
-    run = FOLDER / name
-    call("train", "+target=smollm2", f"drafter={name}", f"output_dir={run}", "tracker=none", *BUDGET)
+def options_of(name: str) -> list[str]:
+    return [*COMMON, f"drafter={name}", f"output_dir={OUTPUT}/{name}", *OPTIONS.get(name, [])]
+
+
+def shared_states(target: Target, corpus: PreparedCorpus, names: list[str]) -> tuple[FeatureStore, float]:
+    """The states that any of these families reads, and the seconds that they took."""
+    jobs = [build(check_overrides("train", [*COMMON, f"drafter={name}"])) for name in names]
+    wants = [train_job.build_drafter(job, target, corpus).wants for job in jobs]
+    layers = sorted({layer for want in wants for layer in want.aux_layers})
+    stream = TrainingStream(corpus.train, jobs[0].data, jobs[0].seed, 2.0)  # 2 passes: it caches
+    store = FeatureStore(target, Wants(aux_layers=tuple(layers), last_hidden_state=True), stream)
+    started = time.monotonic()
+    for step in range(stream.total_steps // 2):
+        for micro_batch in stream.micro_batches(step, 0, 1):
+            store.features(micro_batch)
+    return store, time.monotonic() - started
+
+
+def train(name: str, store: FeatureStore) -> Mapping[str, Any]:
+    """The trainer's own job on states that are there already; returns its summary."""
+
+    def shared(_target: Target, wants: Wants, _stream: TrainingStream) -> FeatureStore:
+        return Shared(store, wants)
+
+    with mock.patch.object(train_job, "FeatureStore", shared):
+        train_job.run(check_overrides("train", options_of(name)))
+    return read_json(OUTPUT / name / "summary.json")
+
+
+def measure(name: str, source: list[str]) -> dict[str, Any]:
+    """Decode with a family; `source` says where `python -m eval` finds it."""
     lengths = {}
-    for label, options in (("t0", ["plain_prompts=0"]), ("t1", T1)):
-        output = FOLDER / f"{name}-{label}"
-        call("eval", f"checkpoint={run}", f"output_dir={output}", *options)
+    for label, options in (("t0", []), ("t1", ["sampling=sampled"])):
+        output = OUTPUT / f"{name}-{label}"
+        command = [sys.executable, "-m", "eval", *source, f"output_dir={output}", "plain_prompts=0", *options]
+        subprocess.run(command, check=True)
         lengths[f"acceptance_length_{label}"] = read_json(output / "summary.json")["acceptance_length_decoded"]
-    loaded = load_drafter(str(run), None, torch.bfloat16, trust_remote_code=False)
-    prompts = read_ids(make_encoder(loaded.target, 8192), "sample:heldout40.jsonl")
-    longest = loaded.drafter.max_draft_tokens
-    found = speedups(
-        loaded.target, loaded.drafter, prompts, [k for k in DRAFTS if longest is None or k <= longest]
-    )  # fmt: skip
+    target, proposer = proposer_of(name)
+    longest = proposer.max_draft_tokens if isinstance(proposer, Drafter) else None
+    drafts = [k for k in DRAFTS if longest is None or k <= longest]
+    found = speedups(target, proposer, read_ids(make_encoder(target, 8192), "sample:heldout40.jsonl"), drafts)
     best = max(found, key=lambda k: found[k]["speedup"])
-    trained = read_json(run / "summary.json")
     return {
-        "drafter": name,
-        "trainable_parameters": trained["trainable_parameters"],
-        "train_seconds": trained["train_seconds"],
-        **lengths,
-        "draft_cost": found[best]["draft_cost"],
-        "best_k": int(best),
-        "speedup": found[best]["speedup"],
-    }
+        **lengths, "draft_cost": found[best]["draft_cost"], "best_k": int(best), "speedup": found[best]["speedup"],
+    }  # fmt: skip
+
+
+def proposer_of(name: str) -> tuple[Target, Proposer]:
+    """As engines would run it, in bf16."""
+    if name in NAMES:
+        loaded = load_drafter(str(OUTPUT / name), None, torch.bfloat16, trust_remote_code=False)
+        return loaded.target, loaded.drafter
+    job = build(check_overrides("eval", ["+target=smollm2", f"+drafter={name}"]))
+    target = Target(job.target, torch.bfloat16)
+    return target, job.drafter.build(target.parts, torch.arange(target.hf_config.vocab_size))
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -74,14 +127,27 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """All families, or those that are named."""
-    output = FOLDER / "summary.json"
-    rows: list[dict[str, Any]] = json.loads(output.read_text())["rows"] if output.exists() else []
-    done = {row["drafter"] for row in rows}
-    for name in sys.argv[1:] or NAMES:
-        if name not in done:
-            rows.append(measure(name))
-            write_json(output, {"rows": rows, "budget": BUDGET, "provenance": provenance()})
-    show(rows)
+    output = OUTPUT / "summary.json"
+    found: dict[str, Any] = read_json(output) if output.exists() else {"rows": [], "target_seconds": None}
+    done = {row["drafter"] for row in found["rows"]}
+    missing = [name for name in sys.argv[1:] or [*UNTRAINED, *NAMES] if name not in done]
+    store = None
+    for name in missing:
+        trained: Mapping[str, Any] = {"trainable_parameters": 0, "train_seconds": 0.0}
+        if name in NAMES:
+            if store is None:
+                first = build(check_overrides("train", [*COMMON, "drafter=eagle3"]))
+                target = Target(first.target)
+                corpus = prepare(target, first.corpus, first.data.max_tokens, 0, first.seed)
+                store, found["target_seconds"] = shared_states(
+                    target, corpus, [each for each in missing if each in NAMES]
+                )
+            trained = train(name, store)
+        source = [f"checkpoint={OUTPUT}/{name}"] if name in NAMES else ["+target=smollm2", f"+drafter={name}"]
+        facts = {key: trained[key] for key in ("trainable_parameters", "train_seconds")}
+        found["rows"].append({"drafter": name, **facts, **measure(name, source)})
+        write_json(output, {**found, "common": COMMON, "options": OPTIONS, "provenance": provenance()})
+    show(found["rows"])
 
 
 if __name__ == "__main__":
