@@ -18,7 +18,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def compile_layer(layer: nn.Module) -> None:
     """Let torch.compile fuse the layer's own forward: hooks of an engine (ZeRO-3's gathering) stay outside."""
-    layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
+    layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 class DraftLayer(nn.Module):
