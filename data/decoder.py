@@ -41,9 +41,8 @@ class Decoder:
 
     @property
     def final_norm(self) -> Tensor:
-        """(D,), weight of the norm before the LM head."""
-        weight: Tensor = self._norm().weight
-        return weight
+        """(D,), what the norm before the LM head multiplies with."""
+        return norm_scale(self._norm())
 
     def _norm(self) -> Any:
         for name in ("norm", "ln_f", "final_layernorm"):
@@ -142,9 +141,20 @@ class TargetParts:
     lm_head: Tensor
     """(V, D); the same tensor as embed_tokens where the target ties them."""
     final_norm: Tensor
-    """(D,), weight of the norm before the LM head."""
+    """(D,), what the norm before the LM head multiplies with."""
     decoder: Decoder
     """Its layers."""
+
+
+@torch.no_grad()
+def norm_scale(norm: Any) -> Tensor:
+    """(D,) what a norm multiplies with: Gemma and Qwen3.5 store 1 less, other models the weight itself."""
+    weight: Tensor = norm.weight.detach()
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    if isinstance(norm, torch.nn.LayerNorm):
+        return weight
+    found: Tensor = weight + (norm(torch.ones_like(norm.weight)) - weight).round()
+    return found
 
 
 def _borders(batch: Batch) -> list[int]:

@@ -198,3 +198,14 @@ def test_layers_after_the_last_wanted_one_do_not_run(tiny_target):
     assert torch.equal(early.aux_hidden_states, late.aux_hidden_states)
     for handle in handles:
         handle.remove()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_final_norm_is_what_the_state_is_multiplied_with(tiny_target, family):
+    """Gemma stores 1 less."""
+    target = tiny_target(family)
+    norm = target.decoder.module.norm
+    with torch.no_grad():
+        norm.weight.add_(0.3 * torch.rand(32))
+        x = 100 * torch.randn(5, 32)  # so large that the norm's epsilon does not count
+        assert_close(norm(x), x / x.square().mean(-1, keepdim=True).sqrt() * target.parts.final_norm)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from data.decoder import norm_scale
 from train.drafters.flops import attention_flops, linear_flops
 from train.drafters.layers import RMSNorm, feed_forward, product_dtype, rotate
 
@@ -146,6 +147,8 @@ def copy_target_layer(layer: DraftLayer, fc: nn.Linear, source: nn.Module) -> No
         if parameter.dim() == 2 and parameter.shape[1] == 2 * theirs[wanted].shape[1]:
             parameter[:, :width] = 0
             parameter[:, width:] = theirs[wanted]
+        elif parameter.dim() == 1:
+            parameter.copy_(norm_scale(source.get_submodule(wanted.removesuffix(".weight"))))
         else:
             parameter.copy_(theirs[wanted])
     fc.weight.zero_()

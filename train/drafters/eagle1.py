@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from conf import InputError, config
 from data.batch import Batch, TargetFeatures, Wants
-from data.decoder import TargetParts
+from data.decoder import TargetParts, norm_scale
 from train.drafters.base import DraftLoss, Servable
 from train.drafters.draft_layer import Attend, PlainLayer, compile_layer, start_from_target
 from train.drafters.fed_back import FedBackConfig, FedBackDrafter
@@ -63,8 +63,25 @@ class Eagle1(FedBackDrafter):
         self.rotary = Rotary(self.shape)
         if settings.init_layer is not None:
             start_from_target(self.decoder_layer, self.fc, target.decoder.layers, settings.init_layer)
+            self._start_silent(target, settings.init_layer)
         if settings.compile:
             compile_layer(self.decoder_layer)
+
+    @torch.no_grad()
+    def _start_silent(self, target: TargetParts, index: int) -> None:
+        """Fit the copied layer to what it reads: without this it starts far from anything useful, and learns little.
+
+        The target's layer reads x / rms(x) * w, with its input norm's w; this one the state after the target's final
+        norm, x / rms(x) * f: so w / f goes into the columns of q, k and v. And it writes nothing at first: its output
+        would be added to a normed state, the target's is made for one that is not.
+        """
+        source: Any = target.decoder.layers[index]
+        ratio = norm_scale(source.input_layernorm).float() / target.final_norm.float()
+        layer: Any = self.decoder_layer
+        for name in ("q_proj", "k_proj", "v_proj"):
+            layer.self_attn[name].weight.mul_(ratio.to(layer.self_attn[name].weight.device))
+        layer.self_attn["o_proj"].weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
 
     def taught(
         self, streams: Sequence[Tensor], labels: ChainLabels, batch: Batch, features: TargetFeatures

@@ -229,7 +229,7 @@ def untrained(target, settings, ids=None):
 def test_head_starts_as_the_targets_rows_and_final_norm(tiny_target, tiny_drafter):
     target, ids = tiny_target(), torch.tensor([3, 50, 257])
     with torch.no_grad():
-        target.parts.final_norm.add_(torch.arange(32.0))
+        target.decoder.module.norm.weight.add_(torch.arange(32.0))
     drafter = untrained(target, tiny_drafter(target).settings, ids)
     assert torch.equal(drafter.lm_head.weight, target.lm_head[ids])
     assert torch.equal(drafter.norm.weight, target.parts.final_norm)
