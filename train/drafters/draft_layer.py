@@ -155,6 +155,14 @@ def copy_target_layer(layer: DraftLayer, fc: nn.Linear, source: nn.Module) -> No
     fc.weight[:, -width:].copy_(torch.eye(width))
 
 
+@torch.no_grad()
+def silence(layer: DraftLayer) -> None:
+    """Let the layer add nothing to its residual stream, until it is trained."""
+    for name, parameter in layer.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.zero_()
+
+
 def start_from_target(layer: DraftLayer, fc: nn.Linear, layers: nn.ModuleList, index: int) -> None:
     """`copy_target_layer` from the target's layer `index`, which counts from the end where it is negative.
 

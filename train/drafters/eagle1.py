@@ -21,7 +21,7 @@ from conf import InputError, config
 from data.batch import Batch, TargetFeatures, Wants
 from data.decoder import TargetParts, norm_scale
 from train.drafters.base import DraftLoss, Servable
-from train.drafters.draft_layer import Attend, PlainLayer, compile_layer, start_from_target
+from train.drafters.draft_layer import Attend, PlainLayer, compile_layer, silence, start_from_target
 from train.drafters.fed_back import FedBackConfig, FedBackDrafter
 from train.drafters.flops import linear_flops
 from train.drafters.foreign import renamed, require_targets_embedding
@@ -80,8 +80,7 @@ class Eagle1(FedBackDrafter):
         layer: Any = self.decoder_layer
         for name in ("q_proj", "k_proj", "v_proj"):
             layer.self_attn[name].weight.mul_(ratio.to(layer.self_attn[name].weight.device))
-        layer.self_attn["o_proj"].weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
+        silence(layer)
 
     def taught(
         self, streams: Sequence[Tensor], labels: ChainLabels, batch: Batch, features: TargetFeatures

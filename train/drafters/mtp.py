@@ -17,7 +17,7 @@ from conf import config
 from data.batch import Wants
 from data.decoder import TargetParts
 from train.drafters.base import Servable
-from train.drafters.draft_layer import Attend, PlainLayer, compile_layer, start_from_target
+from train.drafters.draft_layer import Attend, PlainLayer, compile_layer, silence, start_from_target
 from train.drafters.fed_back import FedBackConfig, FedBackDrafter
 from train.drafters.flops import linear_flops
 from train.drafters.layers import RMSNorm, Rotary, product_dtype
@@ -68,8 +68,21 @@ class Mtp(FedBackDrafter):
             self.final_layernorm.weight.copy_(target.final_norm)
         if settings.init_layer is not None:
             start_from_target(self.mtp_layer, self.input_proj, target.decoder.layers, settings.init_layer)
+            self._start_silent(target)
         if settings.compile:
             compile_layer(self.mtp_layer)
+
+    @torch.no_grad()
+    def _start_silent(self, target: TargetParts) -> None:
+        """Let the untrained module say what the target says, as Medusa's heads do.
+
+        It reads the state after the target's final norm, x / rms(x) * f: dividing by f gives the layer what the
+        target's layers see, and final_layernorm makes f's product of it again. The copied layer writes nothing at
+        first: its output is made for a stream that is not normed.
+        """
+        scale = target.final_norm.float()
+        self.hidden_layernorm.weight.copy_(scale.square().mean().sqrt() / scale)
+        silence(self.mtp_layer)
 
     def layer(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, queries: Tensor | None = None

@@ -148,6 +148,17 @@ def test_untrained_medusa_says_what_the_target_says_of_the_next_token(tiny_targe
         assert torch.equal(drafter.greedy_drafts(batch, features, 3), best[..., None].expand(-1, -1, 3))
 
 
+def test_untrained_mtp_says_what_the_target_says_of_the_next_token(tiny_target: Any) -> None:
+    target = tiny_target("llama", torch.float64)
+    with torch.no_grad():
+        target.decoder.module.norm.weight.add_(torch.rand(32))
+    drafter = tiny_family("mtp", target, noise=0.0, init_layer=-1)
+    batch = batch_of([(3, 9)])
+    features = target.capture(batch, drafter.wants)
+    best = target.logits(features.last_hidden_state).argmax(-1)
+    assert torch.equal(drafter.greedy_drafts(batch, features, 2), best[..., None].expand(-1, -1, 2))
+
+
 def test_untrained_eagle1_gives_the_state_back_and_compares_states_as_the_targets_layer_does(tiny_target: Any) -> None:
     """x / rms(x) * f goes in, and its queries are those of the target's layer on x."""
     target = tiny_target("llama", torch.float64)
