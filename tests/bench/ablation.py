@@ -1,9 +1,10 @@
 """`make bench-ablation`: what each choice of the demo's settings is worth, and how acceptance grows with training time.
 
-Every row trains on half of the 609 conversations of corpus/sample.yaml with a cosine schedule unless it says otherwise, with two seeds (of
-order, rows and initial weights), and is judged by the round-walk over the target's own answers to the 40 held-out
-prompts (K = 3), which is what decoder and engine deliver. Target features are computed once and shared by all rows, so
-`drafter_seconds` leaves the target out. Writes outputs/bench-ablation/summary.json after every run and goes on from it.
+Every row trains on half of the 609 conversations of corpus/sample.yaml with a cosine schedule, unless it says
+otherwise, with two seeds (of order, rows and initial weights), and is judged by the round-walk over the target's own
+answers to the 40 held-out prompts (K = 3), which is what decoder and engine deliver. Target features are computed once
+and shared by all rows, so `drafter_seconds` leaves the target out. Writes outputs/bench-ablation/summary.json after
+every run and goes on from it.
 """
 
 import json
