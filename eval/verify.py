@@ -94,6 +94,8 @@ def verify_token(
     """
     drafted = _drafted(draft_tokens, num_drafts)
     ratios = _ratios(draft_tokens, draft_probs, target_probs)
+    if not draft_tokens.shape[1]:
+        return _nothing_drafted(target_probs, dice)
     num_accepted = _leading(dice.accept(torch.where(drafted, ratios.clamp_max(1), 0)))
     p, q = _rows_at(num_accepted, draft_tokens, draft_probs, target_probs, drafted)
     return Verdict(num_accepted, dice.draw(residual(p, q)))
@@ -116,6 +118,8 @@ def verify_block(
     """
     drafted = _drafted(draft_tokens, num_drafts)
     ratios = _ratios(draft_tokens, draft_probs, target_probs)
+    if not draft_tokens.shape[1]:
+        return _nothing_drafted(target_probs, dice)
     weights = [torch.ones_like(ratios[:, :1])]
     for k in range(ratios.shape[1]):
         weights.append((weights[-1] * ratios[:, k : k + 1]).clamp_max(1))
@@ -135,6 +139,12 @@ def verify_block(
     num_accepted = (kept * torch.arange(1, kept.shape[1] + 1, device=kept.device)).amax(dim=1)
     p, q = _rows_at(num_accepted, draft_tokens, draft_probs, scaled, drafted)
     return Verdict(num_accepted, dice.draw(residual(p, q)))
+
+
+def _nothing_drafted(target_probs: Tensor, dice: Dice) -> Verdict:
+    """A round in which no sequence had a draft (n-grams that have not been seen): the target alone."""
+    p = target_probs[:, 0]
+    return Verdict(torch.zeros(len(p), dtype=torch.int64, device=p.device), dice.draw(residual(p, torch.zeros_like(p))))
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:

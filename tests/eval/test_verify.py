@@ -164,6 +164,19 @@ def test_law_holds_for_chains_of_different_length_in_one_batch(rule: Any, one_ho
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("one_hot", [True, False])
+def test_law_of_a_round_without_any_draft_is_the_targets(rule: Any, one_hot: bool) -> None:
+    target = random_model(3, 1, seed=7, zeros=True)
+    nothing, p = torch.zeros(1, 0, dtype=torch.int64), tensor([target(())])
+    q = None if one_hot else torch.zeros(1, 0, 3, dtype=torch.float64)
+    found = dict.fromkeys(itertools.product(range(3), repeat=1), 0.0)
+    for weight, verdict in outcomes(lambda dice: rule(nothing, q, p, dice)):
+        assert int(verdict.num_accepted) == 0
+        found[(int(verdict.next_token),)] += weight
+    assert distance(found, exact(target, 1)) < 1e-12
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_enumeration_sees_greedy_drafts_verified_with_the_soft_q(rule: Any) -> None:
     p, soft = fractions(4, 3, 2, 1), fractions(1, 2, 3, 4)
     out = [0.0] * 4
