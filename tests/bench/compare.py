@@ -49,14 +49,14 @@ class Shared(FeatureStore):
     """A part of the states that another store holds."""
 
     def __init__(self, whole: FeatureStore, wants: Wants) -> None:
-        self.whole, self.wants = whole, wants
+        self.whole, self.wants, self.target = whole, wants, whole.target
 
     def features(self, micro_batch: MicroBatch) -> TargetFeatures:
         """See FeatureStore.features."""
         found = self.whole.features(micro_batch)
-        width = self.whole.target.hf_config.hidden_size
-        states = found.aux_hidden_states.unflatten(-1, (-1, width))
-        chosen = [self.whole.wants.aux_layers.index(layer) for layer in self.wants.aux_layers]
+        layers, width = self.whole.wants.aux_layers, self.target.hf_config.hidden_size
+        states = found.aux_hidden_states.unflatten(-1, (len(layers), width))
+        chosen = [layers.index(layer) for layer in self.wants.aux_layers]
         return TargetFeatures(states[..., chosen, :].flatten(-2), found.last_hidden_state)
 
 
