@@ -21,7 +21,7 @@ Shape letters: B = sequences, K = drafts of a chain, N = nodes of a tree, V = ta
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Dice:
@@ -94,8 +94,6 @@ def verify_token(
     """
     drafted = _drafted(draft_tokens, num_drafts)
     ratios = _ratios(draft_tokens, draft_probs, target_probs)
-    if not draft_tokens.shape[1]:
-        return _nothing_drafted(target_probs, dice)
     num_accepted = _leading(dice.accept(torch.where(drafted, ratios.clamp_max(1), 0)))
     p, q = _rows_at(num_accepted, draft_tokens, draft_probs, target_probs, drafted)
     return Verdict(num_accepted, dice.draw(residual(p, q)))
@@ -118,9 +116,7 @@ def verify_block(
     """
     drafted = _drafted(draft_tokens, num_drafts)
     ratios = _ratios(draft_tokens, draft_probs, target_probs)
-    if not draft_tokens.shape[1]:
-        return _nothing_drafted(target_probs, dice)
-    weights = [torch.ones_like(ratios[:, :1])]
+    weights = [ratios.new_ones(len(ratios), 1)]
     for k in range(ratios.shape[1]):
         weights.append((weights[-1] * ratios[:, k : k + 1]).clamp_max(1))
     weight = torch.cat(weights, dim=1)  # (B, K + 1)
@@ -133,18 +129,13 @@ def verify_block(
     left = excess + 1 - weight[:, :-1]
     passes = torch.where(left > 0, excess / left.clamp_min(torch.finfo(left.dtype).tiny), 1)
     passes = torch.cat([passes[:, 1:], weight[:, -1:]], dim=1)  # h_1 .. h_K
-    is_last = drafted & ~torch.cat([drafted[:, 1:], torch.zeros_like(drafted[:, :1])], dim=1)
+    is_last = drafted & ~nn.functional.pad(drafted, (0, 1))[:, 1:]
     passes = torch.where(is_last, weight[:, 1:], passes)
     kept = dice.accept(torch.where(drafted, passes, 0))
-    num_accepted = (kept * torch.arange(1, kept.shape[1] + 1, device=kept.device)).amax(dim=1)
+    lengths = kept * torch.arange(1, kept.shape[1] + 1, device=kept.device)
+    num_accepted = nn.functional.pad(lengths, (1, 0)).amax(dim=1)  # 0 where none passes, or none was drafted
     p, q = _rows_at(num_accepted, draft_tokens, draft_probs, scaled, drafted)
     return Verdict(num_accepted, dice.draw(residual(p, q)))
-
-
-def _nothing_drafted(target_probs: Tensor, dice: Dice) -> Verdict:
-    """A round in which no sequence had a draft (n-grams that have not been seen): the target alone."""
-    p = target_probs[:, 0]
-    return Verdict(torch.zeros(len(p), dtype=torch.int64, device=p.device), dice.draw(residual(p, torch.zeros_like(p))))
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
@@ -260,7 +251,7 @@ def _rows_at(
     batch = torch.arange(len(index), device=index.device)
     p = target_probs[batch, index]
     q = torch.zeros_like(p)
-    followed = torch.cat([drafted, torch.zeros_like(drafted[:, :1])], dim=1)[batch, index]
+    followed = nn.functional.pad(drafted, (0, 1))[batch, index]  # K may be 0: nothing to slice a column from
     within = torch.nonzero(followed).squeeze(1)
     if draft_probs is None:
         q[within, draft_tokens[within, index[within]]] = 1

@@ -39,6 +39,16 @@ def job_of(chosen: SimpleNamespace) -> TrainJob:
     )  # fmt: skip
 
 
+def parts_of(shape: LlamaConfig, head: torch.Tensor) -> TargetParts:
+    """A target of this shape, whose embedding and LM head are `head` (V, D); nothing can run through its layers."""
+    with torch.device("meta"):
+        decoder = Decoder(LlamaForCausalLM(shape))
+    return TargetParts(
+        config=shape, path="", vocabulary={}, embed_tokens=head, lm_head=head,
+        final_norm=torch.ones(shape.hidden_size), decoder=decoder,
+    )  # fmt: skip
+
+
 def batch_of(packs: int, tokens: int, document: int, supervised: float, ids: torch.Tensor) -> Batch:
     """Packs of documents of equal length, each a prompt and its answer."""
     rows = torch.arange(tokens).expand(packs, -1)
@@ -55,13 +65,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     job, shape = job_of(chosen), SHAPES[chosen.model]
     head = 0.02 * torch.randn(shape.vocab_size, shape.hidden_size).bfloat16()
-    with torch.device("meta"):  # nothing runs through it
-        decoder = Decoder(LlamaForCausalLM(shape))
-    parts = TargetParts(
-        config=shape, path="", vocabulary={}, embed_tokens=head, lm_head=head,
-        final_norm=torch.ones(shape.hidden_size), decoder=decoder,
-    )  # fmt: skip
-    drafter = job.drafter.build(parts, draft_ids(chosen.draft_vocab, shape.vocab_size))
+    drafter = job.drafter.build(parts_of(shape, head), draft_ids(chosen.draft_vocab, shape.vocab_size))
     ids, aux, last = features(chosen.packs * chosen.tokens, shape.hidden_size, shape.vocab_size)
     batch = batch_of(chosen.packs, chosen.tokens, chosen.document or chosen.tokens, chosen.supervised, ids)
     dtype = getattr(torch, job.precision)

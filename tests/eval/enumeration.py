@@ -24,7 +24,7 @@ class Script:
 
     def accept(self, probability: Tensor) -> Tensor:
         flags = [self._choose([p, 1 - p]) == 0 for p in probability.double().flatten().tolist()]
-        return torch.tensor(flags).view(probability.shape)
+        return torch.tensor(flags, dtype=torch.bool).view(probability.shape)
 
     def draw(self, probs: Tensor) -> Tensor:
         rows = probs.double() / probs.double().sum(dim=-1, keepdim=True)

@@ -4,12 +4,10 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import torch
-from transformers import LlamaForCausalLM
 
 from data.batch import TargetFeatures
-from data.decoder import Decoder, TargetParts
 from tests.bench.measure import peak_growth
-from tests.bench.step import SHAPES, batch_of
+from tests.bench.step import SHAPES, batch_of, parts_of
 from tests.families import settings_of
 
 TOKENS = 2048
@@ -18,14 +16,8 @@ TOKENS = 2048
 def growth_of_five_heads() -> int:
     """Bytes of loss and gradients over what the features take: SmolLM2's shapes, its whole vocabulary, float32."""
     shape = SHAPES["smollm2"]
-    with torch.device("meta"):  # nothing runs through it
-        decoder = Decoder(LlamaForCausalLM(shape))
     head = 0.02 * torch.randn(shape.vocab_size, shape.hidden_size)
-    parts = TargetParts(
-        config=shape, path="", vocabulary={}, embed_tokens=head, lm_head=head,
-        final_norm=torch.ones(shape.hidden_size), decoder=decoder,
-    )  # fmt: skip
-    drafter = settings_of("medusa", num_heads=5).build(parts, torch.arange(shape.vocab_size))
+    drafter = settings_of("medusa", num_heads=5).build(parts_of(shape, head), torch.arange(shape.vocab_size))
     batch = batch_of(1, TOKENS, TOKENS, 1.0, torch.randint(0, shape.vocab_size, (TOKENS,)))
     features = TargetFeatures(torch.empty(1, TOKENS, 0), torch.randn(1, TOKENS, shape.hidden_size))
 

@@ -138,14 +138,19 @@ def test_blocks_of_a_medusa_head_have_weights_of_their_own(tiny_target: Any) -> 
     assert len({p.data_ptr() for p in drafter.blocks.parameters()}) == 2 * 3 * 2
 
 
+def assert_says_what_the_target_says(drafter: Any, target: Any, num_drafts: int) -> None:
+    """Every draft is the target's own guess of the next token."""
+    batch = batch_of([(3, 9)])
+    features = target.capture(batch, drafter.wants)
+    best = target.logits(features.last_hidden_state).argmax(-1)
+    assert torch.equal(drafter.greedy_drafts(batch, features, num_drafts), best[..., None].expand(-1, -1, num_drafts))
+
+
 def test_untrained_medusa_says_what_the_target_says_of_the_next_token(tiny_target: Any) -> None:
     target = tiny_target("llama", torch.float64)
     for own in (False, True):
         drafter = tiny_family("medusa", target, noise=0.0, num_heads=3, own_lm_heads=own)
-        batch = batch_of([(3, 9)])
-        features = target.capture(batch, drafter.wants)
-        best = target.logits(features.last_hidden_state).argmax(-1)
-        assert torch.equal(drafter.greedy_drafts(batch, features, 3), best[..., None].expand(-1, -1, 3))
+        assert_says_what_the_target_says(drafter, target, 3)
 
 
 def test_untrained_mtp_says_what_the_target_says_of_the_next_token(tiny_target: Any) -> None:
@@ -153,10 +158,7 @@ def test_untrained_mtp_says_what_the_target_says_of_the_next_token(tiny_target: 
     with torch.no_grad():
         target.decoder.module.norm.weight.add_(torch.rand(32))
     drafter = tiny_family("mtp", target, noise=0.0, init_layer=-1)
-    batch = batch_of([(3, 9)])
-    features = target.capture(batch, drafter.wants)
-    best = target.logits(features.last_hidden_state).argmax(-1)
-    assert torch.equal(drafter.greedy_drafts(batch, features, 2), best[..., None].expand(-1, -1, 2))
+    assert_says_what_the_target_says(drafter, target, 2)
 
 
 def test_untrained_eagle1_gives_the_state_back_and_compares_states_as_the_targets_layer_does(tiny_target: Any) -> None:
@@ -166,10 +168,7 @@ def test_untrained_eagle1_gives_the_state_back_and_compares_states_as_the_target
         target.decoder.module.norm.weight.add_(torch.rand(32))
         target.decoder.layers[5].input_layernorm.weight.add_(torch.rand(32))
     drafter = tiny_family("eagle1", target, noise=0.0, init_layer=5)
-    batch = batch_of([(3, 9)])
-    features = target.capture(batch, drafter.wants)
-    best = target.logits(features.last_hidden_state).argmax(-1)
-    assert torch.equal(drafter.greedy_drafts(batch, features, 2), best[..., None].expand(-1, -1, 2))
+    assert_says_what_the_target_says(drafter, target, 2)
     x, attention = torch.randn(7, 32, dtype=torch.float64), target.decoder.layers[5].self_attn
     found = drafter.decoder_layer.self_attn["q_proj"](target.decoder.module.norm(x))
     assert_relative(found, attention.q_proj(target.decoder.layers[5].input_layernorm(x)))
