@@ -32,7 +32,7 @@ from conf import InputError
 OmegaConf.register_new_resolver(
     "run_name_of",
     lambda checkpoint, drafter="none", target="none": (
-        f"{drafter}-{target}" if checkpoint in (None, "None") else run_name_of(str(checkpoint))
+        f"{Path(str(drafter)).name}-{target}" if checkpoint in (None, "None") else run_name_of(str(checkpoint))
     ),
     replace=True,
 )

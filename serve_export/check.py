@@ -1,56 +1,118 @@
-"""Does an exported folder compute what the trained drafter computes?"""
+"""Does an exported folder compute what the trained drafter computes, and does it keep its contract?"""
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from conf import InputError
 from conf.records import read_json
-from serve_export.reader import ExportedEagle3
+from data.batch import TargetFeatures
+from serve_export.formats import FORMATS
+from serve_export.readers.layer import KNOWN_ROPES, Probe
+from serve_export.source import Known, Source
+from serve_export.writers import stitch
 from train.checkpoint import LoadedDrafter
-from train.drafters.base import chain
-from train.drafters.eagle3 import Eagle3
+from train.drafters.base import Drafter, chain
 
+RECORD = "export.json"
+"""Marks a folder as an export of ours, and says what it must agree with."""
+STITCHED = "stitched"
 PROBE_TOKENS = 24
 TOLERANCE = 1e-4
 """Largest difference of logits relative to their spread: float32 rounding of two different implementations."""
 
 
+def record(source: Source, format_name: str, folder: Path) -> dict[str, Any]:
+    """What export.json says of one folder of weights."""
+    return {
+        "format": format_name,
+        "folder": folder.as_posix(),
+        "known": asdict(source.known()),
+        "changed": sorted(source.servable.target_tensors) if format_name == STITCHED else [],
+    }
+
+
+def faults_of(folder: Path) -> list[str]:
+    """What is wrong with an export of ours, one sentence each; [] if it keeps its contract.
+
+    Raises:
+        InputError: if it is no export of ours, or a file is missing or damaged.
+    """
+    if not (folder / RECORD).is_file():
+        raise InputError(f"{folder} has no {RECORD}: it is no export of ours; try doctor={folder}")
+    found = []
+    for part in read_json(folder / RECORD)["parts"]:
+        place = folder / part["folder"]
+        if part["format"] == STITCHED:
+            found += stitch.differences(Path(part["known"]["target"]), place, part["changed"])
+        elif part["format"] in FORMATS:
+            found += FORMATS[part["format"]].faults(place, Known(**part["known"]))
+    return found
+
+
 @torch.no_grad()
-def compare_logits(loaded: LoadedDrafter, folder: Path, num_draft_tokens: int) -> float | None:
+def compare_logits(loaded: LoadedDrafter, source: Source, format_name: str, folder: Path) -> float | None:
     """Draft logits of the exported files against the trained drafter's, on a probe text.
 
-    The drafter is rounded to the exported dtype and run in float32, like the reader.
+    Drafter and target's matrices are rounded to the exported dtype and run in float32, like the reader.
 
     Returns:
-        The largest relative difference; None if the head uses a rope scaling that the reader does not implement (the
+        The largest relative difference; None if the head uses a rope scaling that the readers do not implement (the
         contract still holds).
 
     Raises:
         InputError: if they differ.
     """
     drafter, target = loaded.drafter, loaded.target
-    assert isinstance(drafter, Eagle3)  # the exporter refused every other family
-    config = read_json(folder / "config.json")
-    if config["rope_scaling"] is not None:
+    rope = source.shape.rope_parameters["rope_type"]
+    if rope not in KNOWN_ROPES and format_name != "causal-lm":
         return None
-    reader = ExportedEagle3(folder, target.embed_tokens.cpu())
-    drafter.to("cpu", torch.float32)
-    for parameter in drafter.parameters():
-        parameter.copy_(parameter.to(getattr(torch, config["dtype"])))  # rounds to what was written
-    probe = torch.arange(PROBE_TOKENS)[None].to(target.device) * 7 % target.hf_config.vocab_size
-    _, features = target.step(probe[:, :-1], target.new_cache(1, PROBE_TOKENS), drafter.wants)
-    aux = features.aux_hidden_states.float().cpu()
-    state = drafter.start(probe.tolist(), PROBE_TOKENS + num_draft_tokens)
-    drafter.observe(state, type(features)(aux, None), probe[:, 1:].cpu(), torch.tensor([PROBE_TOKENS - 1]))
-    ours: list[torch.Tensor] = []
-    handle = drafter.lm_head.register_forward_hook(lambda _module, _inputs, output: ours.append(output.flatten(0, -2)))
-    drafter.propose(state, chain(num_draft_tokens), None, None)
-    handle.remove()
-    theirs = reader.draft_logits(aux[0], probe[0, 1:].cpu(), num_draft_tokens)
-    difference = float((torch.cat(ours) - theirs).abs().max() / theirs.std())
-    if difference > TOLERANCE:
+    num_drafts = min(source.num_draft_tokens, drafter.max_draft_tokens or source.num_draft_tokens)
+    text = torch.arange(PROBE_TOKENS)[None].to(target.device) * 7 % target.hf_config.vocab_size
+    last, features = target.step(text[:, :-1], target.new_cache(1, PROBE_TOKENS), drafter.wants)
+    rounded = getattr(torch, source.dtype)
+    probe = Probe(
+        ids=text[0].cpu(),
+        aux_hidden_states=features.aux_hidden_states[0].float().cpu(),
+        last_hidden_state=last[0].float().cpu(),
+        embed_tokens=target.embed_tokens.to("cpu", rounded).float(),
+        lm_head=target.lm_head.to("cpu", rounded).float(),
+        num_draft_tokens=num_drafts,
+    )
+    _round(drafter.to("cpu", torch.float32), rounded)
+    ours = draft_logits(drafter, probe)
+    theirs = FORMATS[format_name].read(folder, probe)
+    difference = float((ours - theirs).abs().max() / theirs.std())
+    if not difference <= TOLERANCE:
         raise InputError(
             f"{folder}: exported head and trained drafter differ by {difference:.2e} of the logits' spread"
         )
     return difference
+
+
+def _round(drafter: Drafter, dtype: torch.dtype) -> None:
+    """What was written: weights, and the target's matrices that it holds; no module's tables of frequencies."""
+    for parameter in drafter.parameters():
+        parameter.data = parameter.to(dtype).to(torch.float32)
+    for name, buffer in list(drafter.named_buffers(recurse=False)):
+        if buffer.is_floating_point():  # may be the target's own tensor: replaced, not written to
+            setattr(drafter, name, buffer.to(dtype).to(torch.float32))
+
+
+def draft_logits(drafter: Any, probe: Probe) -> Tensor:
+    """(K, Vd) logits that the drafter's own greedy `propose` chooses from after the probe."""
+    seen: list[Tensor] = []
+
+    def best(logits: Tensor) -> Tensor:
+        seen.append(logits[0].float())
+        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+
+    count = len(probe.ids) - 1
+    state = drafter.start([probe.ids.tolist()], len(probe.ids) + probe.num_draft_tokens)
+    features = TargetFeatures(probe.aux_hidden_states[None], probe.last_hidden_state[None])
+    drafter.observe(state, features, probe.ids[None, 1:], torch.tensor([count]))
+    drafter.propose(state, chain(probe.num_draft_tokens), best, None)
+    return torch.stack(seen)

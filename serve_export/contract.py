@@ -1,9 +1,12 @@
-"""What an exported folder must hold, checked against the files alone: exact tensors, shapes, dtypes, config relations.
+"""What an exported folder must hold, checked against its files alone: exact tensors, shapes, dtypes, config relations.
 
 Engines do not check this: vLLM serves a head without `fc.weight` or `d2t` at zero acceptance, SGLang skips unknown
-names. So every export is held against its contract before it gets its name.
+names. So every export is held against the table of its format (tables.py) before it gets its name, and again whenever
+`python -m serve_export check=FOLDER` is asked.
 """
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,113 +16,83 @@ from torch import Tensor
 
 from conf import InputError
 from conf.records import read_json, read_safetensors
+from serve_export.source import Known
 
 Shape = tuple[int, ...]
-STATED = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "attention_bias", "mlp_bias")
-"""Switches without which engines load the head and compute something else."""
+ABSENT = object()
+"""A key that must not be there."""
 
 
-def eagle3_tensors(config: dict[str, Any]) -> dict[str, tuple[Shape, torch.dtype]]:
-    """Name -> (shape, dtype) of every tensor that a native EAGLE-3 folder with this config.json must hold."""
-    width, target_width, inner = config["hidden_size"], config["target_hidden_size"], config["intermediate_size"]
-    queries = config["num_attention_heads"] * config["head_dim"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
-    num_aux, draft_vocab, vocab = config["num_aux_hidden_states"], config["draft_vocab_size"], config["vocab_size"]
-    shapes: dict[str, Shape] = {
-        "fc.weight": (width, num_aux * target_width),
-        "midlayer.input_layernorm.weight": (width,),
-        "midlayer.hidden_norm.weight": (width,),
-        "midlayer.post_attention_layernorm.weight": (width,),
-        "midlayer.self_attn.q_proj.weight": (queries, 2 * width),
-        "midlayer.self_attn.k_proj.weight": (keys, 2 * width),
-        "midlayer.self_attn.v_proj.weight": (keys, 2 * width),
-        "midlayer.self_attn.o_proj.weight": (width, queries),
-        "midlayer.mlp.gate_proj.weight": (inner, width),
-        "midlayer.mlp.up_proj.weight": (inner, width),
-        "midlayer.mlp.down_proj.weight": (width, inner),
-        "norm.weight": (width,),
-        "lm_head.weight": (draft_vocab, width),
-    }
-    if config["fc_norm"]:
-        shapes |= {f"fc_norm.{j}.weight": (target_width,) for j in range(num_aux)}
-    dtype = getattr(torch, config["dtype"])
-    wanted = {name: (shape, dtype) for name, shape in shapes.items()}
-    if draft_vocab < vocab:
-        wanted |= {"d2t": ((draft_vocab,), torch.int64), "t2d": ((vocab,), torch.bool)}
-    return wanted
+@dataclass(frozen=True)
+class Table:
+    """What a folder of one format must hold; every entry follows from `Known` alone."""
+
+    engines: str
+    """What reads it, and the version that this was read from or run with."""
+    keys: Callable[[Known], Mapping[str, Any]]
+    """Dotted key of config.json -> the value that it must have, or ABSENT."""
+    tensors: Callable[[Known], Mapping[str, Shape]]
+    """Name -> shape of every float tensor, which all have the dtype of the export."""
+    weights: str = "model.safetensors"
+    has_map: bool = False
+    """Whether the draft vocabulary is mapped by `d2t` (offsets) and `t2d`."""
+
+    def faults(self, folder: Path, known: Known) -> list[str]:
+        """Everything that is wrong, one sentence each.
+
+        Raises:
+            InputError: if a file is missing or damaged.
+        """
+        config = read_json(folder / "config.json")
+        tensors: dict[str, Tensor] = read_safetensors(folder / self.weights, load_file)
+        maps = _maps(known) if self.has_map and known.has_map else {}
+        wanted = {name: (shape, getattr(torch, known.dtype)) for name, shape in self.tensors(known).items()} | maps
+        return [
+            *key_faults(config, self.keys(known)),
+            *tensor_faults(tensors, wanted),
+            *(map_faults(tensors, known) if maps else []),
+        ]
 
 
-def verify_folder(folder: Path, target_config: Any) -> None:
-    """Hold an exported EAGLE-3 folder against its contract.
-
-    Args:
-        folder: with config.json and model.safetensors.
-        target_config: the target's transformers configuration.
+def require(faults: list[str], folder: Path) -> None:
+    """Refuse a folder with faults.
 
     Raises:
-        InputError: naming the first fault.
+        InputError: naming them.
     """
-    config = read_json(folder / "config.json")
-    tensors: dict[str, Tensor] = read_safetensors(folder / "model.safetensors", load_file)
-    try:
-        faults = [
-            *_config_faults(config, target_config),
-            *_tensor_faults(tensors, eagle3_tensors(config)),
-            *_mapping_faults(tensors, config),
-        ]
-    except KeyError as error:
-        raise InputError(f"{folder}/config.json lacks the key {error}") from error
     if faults:
         raise InputError(f"{folder} breaks the serving contract: {'; '.join(faults)}")
 
 
-def _config_faults(config: dict[str, Any], target: Any) -> list[str]:
-    top = config["eagle_aux_hidden_state_layer_ids"]
-    nested = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+def key_faults(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Keys that are missing or have another value."""
     faults = []
-    if nested != [layer - 1 for layer in top]:
-        faults.append(f"nested layer ids {nested} must be the top-level ids {top} minus 1")
-    if top != sorted(set(top)) or not all(1 <= layer < target.num_hidden_layers for layer in top):
-        faults.append(f"layer ids {top} must ascend within 1..{target.num_hidden_layers - 1}")
-    if len(top) != config["num_aux_hidden_states"]:
-        faults.append(f"num_aux_hidden_states {config['num_aux_hidden_states']} but {len(top)} layer ids")
-    rope = dict(target.rope_parameters)
-    scaling = None if rope["rope_type"] == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
-    if config["rope_theta"] != config["rope_parameters"]["rope_theta"]:
-        faults.append("rope_theta and rope_parameters disagree")
-    for key, wanted in {
-        "vocab_size": target.vocab_size,
-        "target_hidden_size": target.hidden_size,
-        "rope_theta": rope["rope_theta"],
-        "rope_parameters": rope,
-        "rope_scaling": scaling,
-        "hidden_act": target.hidden_act,
-        "rms_norm_eps": target.rms_norm_eps,
-        "max_position_embeddings": target.max_position_embeddings,
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "tie_word_embeddings": False,
-    }.items():
-        if config[key] != wanted:
-            faults.append(f"{key} is {config[key]}, expected {wanted}")
-    if config["torch_dtype"] != config["dtype"]:
-        faults.append("torch_dtype and dtype disagree")
-    faults += [
-        f"{key} must be stated: engines differ in its default"
-        for key in STATED
-        if not isinstance(config.get(key), bool)
-    ]
+    for key, value in wanted.items():
+        found: Any = config
+        for part in key.split("."):
+            found = found.get(part, ABSENT) if isinstance(found, Mapping) else ABSENT
+        if found is ABSENT and value is not ABSENT:
+            faults.append(f"config lacks {key}, expected {value}")
+        elif found is not ABSENT and value is ABSENT:
+            faults.append(f"config must not have {key}")
+        elif found != value or type(found) is not type(value):
+            faults.append(f"{key} is {found}, expected {value}")
     return faults
 
 
-def _tensor_faults(tensors: dict[str, Tensor], wanted: dict[str, tuple[Shape, torch.dtype]]) -> list[str]:
+def _maps(known: Known) -> dict[str, tuple[Shape, torch.dtype]]:
+    vocab_size = int(known.shape["vocab_size"])
+    return {"d2t": ((known.draft_vocab_size,), torch.int64), "t2d": ((vocab_size,), torch.bool)}
+
+
+def tensor_faults(tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[Shape, torch.dtype]]) -> list[str]:
+    """Tensors that are missing, unknown, or of another shape or dtype."""
     faults = [f"missing tensor {name}" for name in sorted(wanted.keys() - tensors.keys())]
     faults += [f"unknown tensor {name}" for name in sorted(tensors.keys() - wanted.keys())]
     for name in sorted(wanted.keys() & tensors.keys()):
         shape, dtype = wanted[name]
         tensor = tensors[name]
-        if tuple(tensor.shape) != shape:
+        if tuple(tensor.shape) != tuple(shape):
             faults.append(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
         if tensor.dtype != dtype:
             faults.append(f"{name} is {tensor.dtype}, expected {dtype}")
@@ -128,16 +101,22 @@ def _tensor_faults(tensors: dict[str, Tensor], wanted: dict[str, tuple[Shape, to
     return faults
 
 
-def _mapping_faults(tensors: dict[str, Tensor], config: dict[str, Any]) -> list[str]:
+def map_faults(tensors: Mapping[str, Tensor], known: Known) -> list[str]:
     """d2t must be offsets to ascending, unique target ids, and agree with t2d."""
     if "d2t" not in tensors or "t2d" not in tensors:
         return []
+    faults = id_faults(tensors["d2t"] + torch.arange(len(tensors["d2t"])), known, "offsets")
     ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-    faults = []
+    if not faults and not torch.equal(torch.nonzero(tensors["t2d"]).squeeze(1), ids):
+        faults.append("t2d does not mark the ids that d2t maps to (zeros or absolute ids instead of offsets?)")
+    return faults
+
+
+def id_faults(ids: Tensor, known: Known, meaning: str) -> list[str]:
+    """Target ids must ascend strictly, within the vocabulary."""
+    faults, vocab_size = [], int(known.shape["vocab_size"])
     if not bool((ids[1:] > ids[:-1]).all()):
-        faults.append("d2t: draft id + offset must ascend strictly (absolute ids or zeros instead of offsets?)")
-    if int(ids.min()) < 0 or int(ids.max()) >= config["vocab_size"]:
-        faults.append(f"d2t: target ids must lie in 0..{config['vocab_size'] - 1}")
-    elif not torch.equal(torch.nonzero(tensors["t2d"]).squeeze(1), ids):
-        faults.append("t2d does not mark the ids that d2t maps to")
+        faults.append(f"d2t, read as {meaning}, does not ascend strictly")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        faults.append(f"d2t, read as {meaning}, must lie in 0..{vocab_size - 1}")
     return faults

@@ -155,8 +155,8 @@ def test_missing_target_lists_the_choices(job: str) -> None:
     assert all(f"+target={name}" in message for name in choices("target"))
 
 
-def test_missing_checkpoint_is_named() -> None:
-    assert complaint("serve_export") == "missing: checkpoint=..."
+def test_missing_value_is_named() -> None:
+    assert complaint("train", TARGET, "corpus=jsonl") == "missing: corpus.path=..."
 
 
 def test_a_target_without_its_plus_gets_the_plus_proposed() -> None:

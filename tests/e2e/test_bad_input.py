@@ -55,7 +55,6 @@ def trained(launcher: Launcher, tiny_args: Args, tmp_path_factory: pytest.TempPa
         ("train", ["+target=qwen4"], ["unknown target 'qwen4'", "did you mean 'qwen3'?"]),
         ("train", ["+target=qwen3", "epochs"], ["'epochs'", "key=value"]),
         ("train", ["+target=qwen3", "corpus=jsonl"], ["corpus.path="]),
-        ("serve_export", ["stack=vllm"], ["checkpoint="]),
         ("serve_export", ["checkpoint=x", "stack=vlm"], ["unknown stack 'vlm'", "did you mean 'vllm'?"]),
         ("eval", ["checkpoint=x", "sampling.temprature=1"], ["did you mean 'sampling.temperature'?"]),
     ],

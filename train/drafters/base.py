@@ -10,7 +10,7 @@ vocabulary, K = drafted tokens of a chain, N = drafted tokens, S = training-time
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -124,6 +124,8 @@ class Servable:
     """Names and shapes of serving.md, draft vocabulary as *absolute* `draft_to_target_ids`."""
     config: dict[str, Any]
     """Facts in our own terms; `serve_export` writes them in each engine's."""
+    target_tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors of the target's own folder that training has changed, under the names that they have there."""
 
 
 Warp = Callable[[Tensor], Tensor]

@@ -25,7 +25,7 @@ def compile_layer(layer: nn.Module) -> None:
 class DraftLayer(nn.Module):
     """A Llama layer whose attention may read wider rows than its residual stream. Names as engines know them."""
 
-    def __init__(self, shape: LlamaConfig, read_width: int) -> None:
+    def __init__(self, shape: LlamaConfig, read_width: int, qk_norm: bool = False) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
         self.head_dim: int = shape.head_dim
@@ -38,6 +38,10 @@ class DraftLayer(nn.Module):
                 "o_proj": nn.Linear(self.num_heads * self.head_dim, width, bias=False),
             }
         )
+        self.qk_norm = qk_norm
+        if qk_norm:
+            self.self_attn["q_norm"] = RMSNorm(self.head_dim, shape.rms_norm_eps)
+            self.self_attn["k_norm"] = RMSNorm(self.head_dim, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(width, shape.rms_norm_eps)
         self.mlp = feed_forward(shape)
 
@@ -57,12 +61,12 @@ class DraftLayer(nn.Module):
             (Q, D) output stream, before the final norm.
         """
         dtype = product_dtype(read)
-        keys = rotate(self._heads(self.self_attn["k_proj"](read), self.num_kv_heads), table)
+        keys = rotate(self._normed("k_norm", self._heads(self.self_attn["k_proj"](read), self.num_kv_heads)), table)
         values = self._heads(self.self_attn["v_proj"](read), self.num_kv_heads)
         if queries is not None:
             read, residual = (rows.index_select(0, queries) for rows in (read, residual))
             table = (table[0].index_select(1, queries), table[1].index_select(1, queries))
-        query = rotate(self._heads(self.self_attn["q_proj"](read), self.num_heads), table)
+        query = rotate(self._normed("q_norm", self._heads(self.self_attn["q_proj"](read), self.num_heads)), table)
         mixed = attend(query, keys, values).transpose(0, 1).flatten(1)  # (R, H * E)
         stream = residual + self.self_attn["o_proj"](mixed)
         output: Tensor = stream + self.mlp(self.post_attention_layernorm(stream).to(dtype))
@@ -75,6 +79,10 @@ class DraftLayer(nn.Module):
         products = (linear_flops(part, rows.get(name.rpartition(".")[2], query_rows)) for name, part in linear)
         return sum(products) + attention_flops(pairs, self.num_heads * self.head_dim)
 
+    def _normed(self, name: str, heads: Tensor) -> Tensor:
+        """(heads, R, E) queries or keys, normalised per head where the layer does so, in their own dtype."""
+        return self.self_attn[name](heads).to(heads.dtype) if self.qk_norm else heads
+
     def _heads(self, projected: Tensor, num_heads: int) -> Tensor:
         return projected.view(*projected.shape[:-1], num_heads, self.head_dim).transpose(0, 1)  # (heads, R, E)
 
@@ -82,8 +90,8 @@ class DraftLayer(nn.Module):
 class EagleLayer(DraftLayer):
     """EAGLE-3: the attention reads [embedding; feature] (`midlayer.*`)."""
 
-    def __init__(self, shape: LlamaConfig, norm_before_residual: bool) -> None:
-        super().__init__(shape, 2 * shape.hidden_size)
+    def __init__(self, shape: LlamaConfig, norm_before_residual: bool, qk_norm: bool = False) -> None:
+        super().__init__(shape, 2 * shape.hidden_size, qk_norm)
         self.norm_before_residual = norm_before_residual
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
@@ -127,8 +135,9 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 def copy_target_layer(layer: DraftLayer, fc: nn.Linear, source: nn.Module) -> None:
     """Start the drafter as a copy of one target layer that reads the last D columns of `fc`'s input as they are.
 
-    The embedding half of EAGLE's q, k, v and the other columns of fc start at zero: they are learned. Norms and biases
-    on queries and keys (Qwen3, Qwen2) have no place in the layer that engines serve and are left out.
+    The embedding half of EAGLE's q, k, v and the other columns of fc start at zero: they are learned. Biases on queries
+    and keys (Qwen2) have no place in the layer that engines serve and are left out, and so are norms on them (Qwen3)
+    unless the drafter has such norms; where only the drafter has them, they start at 1.
 
     Raises:
         ValueError: if `source` has no dense Llama-style attention and feed-forward of the drafter's shape.
@@ -138,7 +147,7 @@ def copy_target_layer(layer: DraftLayer, fc: nn.Linear, source: nn.Module) -> No
     renamed = {"hidden_norm.weight": "input_layernorm.weight", "input_layernorm.weight": None}
     for name, parameter in layer.named_parameters():
         wanted = renamed.get(name, name) if isinstance(layer, EagleLayer) else name
-        if wanted is None:
+        if wanted is None or (wanted not in theirs and wanted.endswith(("q_norm.weight", "k_norm.weight"))):
             continue
         if wanted not in theirs or theirs[wanted].shape[0] != parameter.shape[0]:
             raise ValueError(

@@ -188,4 +188,6 @@ def _load(settings: DraftModelConfig, target: TargetParts) -> Any:
             raise ValueError(f"drafter.num_layers={settings.num_layers}: the draft model has {len(layers)} layers")
         del layers[settings.num_layers :]
         shape.num_hidden_layers = settings.num_layers
+        if getattr(shape, "layer_types", None):  # not every architecture of transformers has kinds of layers
+            shape.layer_types = shape.layer_types[: settings.num_layers]
     return model

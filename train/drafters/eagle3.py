@@ -38,6 +38,8 @@ class Eagle3Config(FedBackConfig):
     """EAGLE-3.1: feed the normalised output to the next step."""
     norm_before_residual: bool
     """Start the residual stream from the normalised feature. vLLM and llama.cpp only: not portable."""
+    qk_norm: bool
+    """Normalise queries and keys per head (Qwen3's kind of layer). vLLM only: not portable."""
     train_lm_head: bool
     """Train the LM head (it starts as the target's rows); False keeps these frozen."""
     init_layer: int | None
@@ -96,7 +98,7 @@ class Eagle3(FedBackDrafter):
                 RMSNorm(width, shape.rms_norm_eps) for _ in range(len(layers) if settings.fc_norm else 0)
             )
             self.fc = nn.Linear(len(layers) * width, width, bias=False)
-            self.midlayer = EagleLayer(shape, settings.norm_before_residual)
+            self.midlayer = EagleLayer(shape, settings.norm_before_residual, settings.qk_norm)
             self.norm = RMSNorm(width, shape.rms_norm_eps)
             self.lm_head = nn.Linear(width, len(draft_to_target_ids), bias=False)
         self.rotary = Rotary(shape)
@@ -168,6 +170,7 @@ class Eagle3(FedBackDrafter):
             {
                 "aux_layers": _stated_layers(facts, nested, num_layers),
                 "norm_before_residual": facts.get("norm_before_residual", of_speculators),
+                "qk_norm": any(name.endswith("self_attn.q_norm.weight") for name in tensors),
                 "fc_norm": facts.get("fc_norm", facts.get("use_aux_norm", False)),
                 "norm_output": facts.get("norm_output", nested.get("return_hidden_post_norm", False)),
             },
@@ -187,6 +190,7 @@ class Eagle3(FedBackDrafter):
                 "fc_norm": self.settings.fc_norm,
                 "norm_output": self.settings.norm_output,
                 "norm_before_residual": self.settings.norm_before_residual,
+                "qk_norm": self.settings.qk_norm,
                 "head_dim": self.midlayer.head_dim,
             },
         )

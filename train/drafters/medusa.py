@@ -187,4 +187,6 @@ class Medusa(DistilledDrafter):
 
     def to_serving(self) -> Servable:
         """See Drafter.to_serving."""
-        return self.served("medusa", {"num_heads": self.settings.num_heads, "num_layers": self.settings.num_layers})
+        chosen = self.settings
+        facts = {"num_heads": chosen.num_heads, "num_layers": chosen.num_layers, "own_lm_heads": chosen.own_lm_heads}
+        return self.served("medusa", facts)

@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from pydantic import Field
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from conf import InputError, config
 from data.batch import Batch, TargetFeatures, Wants
@@ -123,8 +125,16 @@ class Medusa2(Medusa):
         return {**self.adapters.state_dict(prefix="adapters."), **super().translate(tensors, config)}
 
     def to_serving(self) -> Servable:
-        """See Drafter.to_serving. No engine reads the adapters: the target itself has to be exported changed."""
-        return replace(super().to_serving(), architecture="medusa2")
+        """Medusa's heads, and the target's matrices with the adapters merged into them; see Drafter.to_serving."""
+        heads = super().to_serving()
+        kept = {name: tensor for name, tensor in heads.tensors.items() if not name.startswith("adapters.")}
+        merged = copy.deepcopy(self._changed.model)
+        named = {}
+        for name, module in merged.named_modules():
+            if isinstance(module, BaseTunerLayer):
+                module.merge()
+                named[f"{name}.weight"] = module.get_base_layer().weight.detach()
+        return replace(heads, tensors=kept, target_tensors=revert_weight_conversion(merged, named))
 
 
 def generated(batch: Batch) -> ChainLabels:

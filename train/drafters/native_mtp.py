@@ -118,12 +118,12 @@ class NativeMtp(FedBackDrafter):
         return module_flops(self.mtp, self.mtp.config, key_rows) + attention_flops(pairs, width)
 
     def to_serving(self) -> Servable:
-        """The tensors under their names in the target's folder; see Drafter.to_serving."""
-        named = native_names(self._of_target[0], self.mtp.state_dict())
+        """A change of the target's folder, and no head beside it; see Drafter.to_serving."""
         return Servable(
             architecture="native_mtp",
-            tensors={**named, "draft_to_target_ids": self.draft_to_target_ids},
+            tensors={"draft_to_target_ids": self.draft_to_target_ids},
             config={"model_type": self.mtp.config.model_type},
+            target_tensors=native_names(self._of_target[0], self.mtp.state_dict()),
         )
 
 

@@ -1,21 +1,19 @@
-"""The vLLM format of an EAGLE-3 head: names, shapes, offsets and config.json, worked out by hand."""
+"""The native format of an EAGLE-3 head: names, shapes, offsets and config.json, worked out by hand."""
 
 import json
-import shlex
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
-from conf import InputError
-from serve_export.to_vllm import config, serve_command, tensors
+from serve_export.source import Source
+from serve_export.writers.eagle3 import config, tensors
+from tests.serve_export.exports import LLAMA3_ROPE
 from train.drafters.base import Servable
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
 # The tiny target: D = 32, 4 heads and 2 key/value heads of 8, feed-forward 48, V = 258, 8 layers, 3 auxiliary states.
 PORTABLE_SHAPES = {
     "fc.weight": (32, 96),
@@ -41,84 +39,90 @@ ALWAYS_WRITTEN = {  # serving.md: rules 9 and 11 of section 1, and section 4.2
 }  # fmt: skip
 
 
-def by_hand(ids: list[int], architecture: str = "eagle3") -> Servable:
+def by_hand(ids: list[int], dtype: Any = "float32") -> Source:
     head = torch.arange(2.0 * len(ids)).reshape(len(ids), 2)
-    return Servable(architecture, {"lm_head.weight": head, "draft_to_target_ids": torch.tensor(ids)}, {})
+    servable = Servable("eagle3", {"lm_head.weight": head, "draft_to_target_ids": torch.tensor(ids)}, {})
+    target: Any = SimpleNamespace(hf_config=LlamaConfig(vocab_size=6))
+    return Source(servable, target, dtype, 3)
 
 
 @pytest.fixture(scope="module")
-def make_servable(tiny_target: Callable[..., Any], tiny_drafter: Callable[..., Any]) -> Callable[..., Any]:
-    """make_servable(draft_vocab_size, target overrides, **drafter overrides) -> (servable, target)."""
+def make_source(tiny_target: Callable[..., Any], tiny_drafter: Callable[..., Any]) -> Callable[..., Any]:
+    """make_source(draft_vocab_size, target overrides, family, dtype, **drafter overrides)."""
 
     def make(
-        size: int | None = 50, shape: dict[str, Any] | None = None, family: str = "llama", **overrides: Any
-    ) -> Any:
+        size: int | None = 50,
+        shape: dict[str, Any] | None = None,
+        family: str = "llama",
+        dtype: Any = "float32",
+        **overrides: Any,
+    ) -> Source:
         target = tiny_target(family, **(shape or {}))
-        return tiny_drafter(target, size, **overrides).to_serving(), target
+        return Source(tiny_drafter(target, size, **overrides).to_serving(), target, dtype, 3)
 
     return make
 
 
 def test_d2t_holds_offsets_and_t2d_marks_the_ids() -> None:
-    out = tensors(by_hand([1, 2, 5]), 6, torch.float32)
+    out = tensors(by_hand([1, 2, 5]))
     assert out["d2t"].tolist() == [1, 1, 3]  # 0 + 1, 1 + 1, 2 + 3
     assert out["t2d"].tolist() == [False, True, True, False, False, True]
     assert (out["d2t"].dtype, out["t2d"].dtype) == (torch.int64, torch.bool)
 
 
 def test_first_ids_have_offset_zero() -> None:
-    out = tensors(by_hand([0, 1, 2]), 6, torch.float32)
+    out = tensors(by_hand([0, 1, 2]))
     assert out["d2t"].tolist() == [0, 0, 0]
     assert out["t2d"].tolist() == [True, True, True, False, False, False]
 
 
 def test_a_full_draft_vocabulary_has_no_mapping() -> None:
-    assert tensors(by_hand([0, 1, 2, 3, 4, 5]), 6, torch.float32).keys() == {"lm_head.weight"}
+    assert tensors(by_hand([0, 1, 2, 3, 4, 5])).keys() == {"lm_head.weight"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_floats_are_cast_and_own_their_memory(dtype: torch.dtype) -> None:
-    servable = by_hand([1, 2, 5])
-    out = tensors(servable, 6, dtype)["lm_head.weight"]
-    assert out.dtype == dtype
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_floats_are_cast_and_own_their_memory(dtype: str) -> None:
+    source = by_hand([1, 2, 5], dtype)
+    out = tensors(source)["lm_head.weight"]
+    assert out.dtype == getattr(torch, dtype)
     assert out.tolist() == [[0, 1], [2, 3], [4, 5]]
-    servable.tensors["lm_head.weight"].zero_()
+    source.servable.tensors["lm_head.weight"].zero_()
     assert out.tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_a_head_has_exactly_the_portable_tensors(make_servable: Any) -> None:
-    servable, _ = make_servable()
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors(servable, 258, torch.float32).items()}
+def test_a_head_has_exactly_the_portable_tensors(make_source: Any) -> None:
+    source = make_source()
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors(source).items()}
     assert shapes == PORTABLE_SHAPES | {"d2t": (50,), "t2d": (258,)}
 
 
-def test_fc_norm_adds_one_norm_per_auxiliary_state(make_servable: Any) -> None:
-    servable, _ = make_servable(fc_norm=True, aux_layers=(1, 7))
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors(servable, 258, torch.float32).items()}
+def test_fc_norm_adds_one_norm_per_auxiliary_state(make_source: Any) -> None:
+    source = make_source(fc_norm=True, aux_layers=(1, 7))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors(source).items()}
     norms = {"fc_norm.0.weight": (32,), "fc_norm.1.weight": (32,)}
     assert shapes == PORTABLE_SHAPES | norms | {"fc.weight": (32, 64), "d2t": (50,), "t2d": (258,)}
 
 
-def test_a_frozen_lm_head_is_exported_too(make_servable: Any) -> None:
-    servable, _ = make_servable(train_lm_head=False)
-    assert "lm_head.weight" in tensors(servable, 258, torch.float32)
+def test_a_frozen_lm_head_is_exported_too(make_source: Any) -> None:
+    source = make_source(train_lm_head=False)
+    assert "lm_head.weight" in tensors(source)
 
 
-def test_rows_of_the_lm_head_belong_to_the_mapped_ids(make_servable: Any, tiny_drafter: Any) -> None:
-    _, target = make_servable()
+def test_rows_of_the_lm_head_belong_to_the_mapped_ids(make_source: Any, tiny_drafter: Any) -> None:
+    target = make_source().target
     drafter = tiny_drafter(target, 50)
     with torch.no_grad():
         drafter.lm_head.weight.copy_(target.lm_head[drafter.draft_to_target_ids])
-    out = tensors(drafter.to_serving(), 258, torch.float32)
+    out = tensors(Source(drafter.to_serving(), target, "float32", 3))
     for draft_id in (0, 17, 49):
         target_id = draft_id + int(out["d2t"][draft_id])
         assert torch.equal(out["lm_head.weight"][draft_id], target.lm_head[target_id])
 
 
-def test_config_of_the_default_head(make_servable: Any) -> None:
-    servable, target = make_servable()
+def test_config_of_the_default_head(make_source: Any) -> None:
+    source = make_source(dtype="bfloat16")
     rope = {"rope_type": "default", "rope_theta": 10000.0}  # transformers' default for llama
-    assert config(servable, target, "bfloat16") == {
+    assert config(source) == {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": 258, "draft_vocab_size": 50,
         "hidden_size": 32, "target_hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu", "rms_norm_eps": 1e-6,
@@ -132,71 +136,61 @@ def test_config_of_the_default_head(make_servable: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
-def test_config_writes_every_key_that_some_engine_needs(make_servable: Any, family: str) -> None:
-    servable, target = make_servable(family=family)
-    written = config(servable, target, "float32")
+def test_config_writes_every_key_that_some_engine_needs(make_source: Any, family: str) -> None:
+    source = make_source(family=family)
+    written = config(source)
     assert written.keys() >= ALWAYS_WRITTEN
     assert json.loads(json.dumps(written)) == written
     assert written["intermediate_size"] == 48  # of the head's dense layer, also beside experts of 24
 
 
 @pytest.mark.parametrize(("layers", "nested"), [((2, 4, 5), [1, 3, 4]), ((1, 7), [0, 6]), ((3,), [2])])
-def test_layer_ids_are_written_in_both_conventions(make_servable: Any, layers: Any, nested: list[int]) -> None:
-    servable, target = make_servable(aux_layers=layers)
-    written = config(servable, target, "float32")
+def test_layer_ids_are_written_in_both_conventions(make_source: Any, layers: Any, nested: list[int]) -> None:
+    source = make_source(aux_layers=layers)
+    written = config(source)
     assert written["eagle_aux_hidden_state_layer_ids"] == list(layers)
     assert written["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == nested
     assert written["num_aux_hidden_states"] == len(layers)
 
 
-def test_a_full_vocabulary_is_stated_as_such(make_servable: Any) -> None:
-    servable, target = make_servable(None)
-    written = config(servable, target, "float32")
+def test_a_full_vocabulary_is_stated_as_such(make_source: Any) -> None:
+    source = make_source(None)
+    written = config(source)
     assert (written["vocab_size"], written["draft_vocab_size"]) == (258, 258)
 
 
 @pytest.mark.parametrize("flag", ["fc_norm", "norm_output", "norm_before_residual"])
-def test_each_flag_is_stated_alone(make_servable: Any, flag: str) -> None:
-    servable, target = make_servable(**{flag: True})
-    written = config(servable, target, "float32")
+def test_each_flag_is_stated_alone(make_source: Any, flag: str) -> None:
+    source = make_source(**{flag: True})
+    written = config(source)
     flags = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")
     assert {key: written[key] for key in flags} == {key: key == flag for key in flags}
 
 
-def test_rope_scaling_is_written_in_old_and_new_keys(make_servable: Any) -> None:
-    servable, target = make_servable(shape={"rope_parameters": LLAMA3_ROPE})
-    written = config(servable, target, "float32")
+def test_rope_scaling_is_written_in_old_and_new_keys(make_source: Any) -> None:
+    source = make_source(shape={"rope_parameters": LLAMA3_ROPE})
+    written = config(source)
     assert written["rope_theta"] == 10000.0
     assert written["rope_parameters"] == LLAMA3_ROPE
     assert written["rope_scaling"] == {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
 
 
-def test_another_rope_base_arrives(make_servable: Any) -> None:
+def test_another_rope_base_arrives(make_source: Any) -> None:
     rope = {"rope_type": "default", "rope_theta": 500000.0}
-    servable, target = make_servable(shape={"rope_parameters": rope})
-    written = config(servable, target, "float32")
+    source = make_source(shape={"rope_parameters": rope})
+    written = config(source)
     assert (written["rope_theta"], written["rope_parameters"], written["rope_scaling"]) == (500000.0, rope, None)
 
 
-def test_several_end_tokens_become_an_ascending_list(make_servable: Any) -> None:
-    servable, target = make_servable(shape={"eos_token_id": [9, 4]})  # 257 is the tokenizer's own
-    assert config(servable, target, "float32")["eos_token_id"] == [4, 9, 257]
+def test_several_end_tokens_become_an_ascending_list(make_source: Any) -> None:
+    source = make_source(shape={"eos_token_id": [9, 4]})  # 257 is the tokenizer's own
+    assert config(source)["eos_token_id"] == [4, 9, 257]
 
 
-def test_families_that_vllm_does_not_know_are_refused() -> None:
-    with pytest.raises(InputError, match="octopus heads have no export for vLLM yet; eagle3 heads have"):
-        tensors(by_hand([0, 1], "octopus"), 6, torch.float32)
-
-
-def test_serve_command_names_method_folder_and_k() -> None:
-    words = shlex.split(serve_command("org/target", "outputs/head", 3))
-    assert words[:4] == ["vllm", "serve", "org/target", "--speculative-config"]
-    assert json.loads(words[4]) == {"method": "eagle3", "model": "outputs/head", "num_speculative_tokens": 3}
-    assert len(words) == 5
-
-
-@pytest.mark.parametrize("folder", ["my outputs/head", "it's/head", 'say "hi"/head'])
-def test_serve_command_survives_unusual_folder_names(folder: str) -> None:
-    words = shlex.split(serve_command(folder, folder, 3))
-    assert words[:4] == ["vllm", "serve", folder, "--speculative-config"]
-    assert json.loads(words[4])["model"] == folder
+def test_norms_on_queries_and_keys_make_a_qwen3_head(make_source: Any) -> None:
+    source = make_source(qk_norm=True)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors(source).items()}
+    norms = {f"midlayer.self_attn.{name}_norm.weight": (8,) for name in "qk"}
+    assert shapes == PORTABLE_SHAPES | norms | {"d2t": (50,), "t2d": (258,)}
+    written = config(source)
+    assert (written["architectures"], written["model_type"]) == (["Eagle3Qwen3ForCausalLM"], "qwen3")

@@ -1,0 +1,1 @@
+"""Independent readers of exported files: plain PyTorch from the formats' formulas, no code shared with the drafters."""

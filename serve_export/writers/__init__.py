@@ -1,0 +1,1 @@
+"""Drafters as files: one module per format."""
