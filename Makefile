@@ -4,11 +4,13 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 PEERS_BIN := .venv-peers/bin
+LLAMA_CPP := .llama-cpp
+LLAMA_SOURCE := llama_cpp_python-0.3.36
 RUN := outputs/train/eagle3-smollm2
 # One process per core, each with one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --dist loadscope
 
-.PHONY: demo test test-slow test-serving bench bench-gpu bench-ablation bench-decoder compare check format clean
+.PHONY: demo test test-slow test-serving test-mutations test-peers test-llama-cpp bench bench-gpu bench-ablation bench-decoder compare check format clean
 .DEFAULT_GOAL := demo
 
 # torch first: a plain `torch` requirement would bring gigabytes of CUDA libraries to a machine without a GPU.
@@ -35,6 +37,18 @@ $(PEERS_BIN)/installed:
 	$(PEERS_BIN)/pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0 specforge==0.2.0
 	touch $@
 
+# The sources of llama.cpp come with PyPI's llama-cpp-python; a C++ compiler and cmake make one program of them.
+$(LLAMA_CPP)/bin/llama-speculative-simple: | $(BIN)/installed
+	mkdir -p $(LLAMA_CPP)/bin
+	$(BIN)/pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(LLAMA_CPP) llama-cpp-python==0.3.36
+	echo "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e  $(LLAMA_CPP)/$(LLAMA_SOURCE).tar.gz" | sha256sum --check --quiet
+	tar xzf $(LLAMA_CPP)/$(LLAMA_SOURCE).tar.gz -C $(LLAMA_CPP)
+	ln -sfn $(LLAMA_SOURCE)/vendor/llama.cpp $(LLAMA_CPP)/source
+	cmake -S $(LLAMA_CPP)/source -B $(LLAMA_CPP)/build -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF \
+		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF
+	cmake --build $(LLAMA_CPP)/build --parallel --target llama-speculative-simple
+	cp $(LLAMA_CPP)/build/bin/* $(LLAMA_CPP)/bin/
+
 demo: $(BIN)/installed  ## train EAGLE-3 for SmolLM2, measure it, export it for vLLM
 	$(BIN)/python -m train +target=smollm2 drafter=eagle3
 	$(BIN)/python -m eval checkpoint=$(RUN)
@@ -42,13 +56,24 @@ demo: $(BIN)/installed  ## train EAGLE-3 for SmolLM2, measure it, export it for 
 	$(BIN)/python -m serve_export.demo
 
 test: $(BIN)/installed  ## all tests but the slow and the serving ones
-	$(PYTEST) -m "not slow and not serving and not gpu"
+	$(PYTEST) -m "not slow and not serving and not gpu and not peers and not llama_cpp"
 
 test-slow: $(BIN)/installed  ## the proofs in full size
 	$(PYTEST) -m slow
 
 test-serving: $(BIN)/installed $(VLLM_BIN)/installed  ## real vLLM serves the exported heads and is compared with our decoder
-	$(BIN)/python -m pytest -m serving -s tests/serving
+	rm -rf outputs/test-serving
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m serving --numprocesses logical --dist load tests/serving
+	@cat outputs/test-serving/summary.json
+
+test-mutations: $(BIN)/installed  ## every way to spoil an export is caught by `serve_export check=`
+	$(BIN)/python -m tests.serve_export.mutations
+
+test-peers: $(BIN)/installed $(PEERS_BIN)/installed  ## speculators and SpecForge read our heads, and we theirs
+	$(BIN)/python -m pytest -m peers tests/serve_export
+
+test-llama-cpp: $(BIN)/installed $(LLAMA_CPP)/bin/llama-speculative-simple  ## llama.cpp itself drafts with our GGUF head
+	$(BIN)/python -m pytest -m llama_cpp -s tests/serving
 
 bench: $(BIN)/installed $(PEERS_BIN)/installed  ## a training step beside speculators and SpecForge
 	$(BIN)/python -m tests.bench.training

@@ -1,9 +1,14 @@
-"""What the serving tests share: our commands, real vLLM in its own environment, and one summary.json of both."""
+"""What the serving tests share: our commands, real vLLM in its own environment, and one record per drafter.
+
+Several processes may run them at once (`--dist loadfile`): each has a core of its own, and its own files.
+"""
 
 import json
 import os
+import shlex
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "outputs" / "test-serving"
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+VERSION = "0.32.0"
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What our own decoder made of some prompts."""
+
+    summary: dict[str, Any]
+    prompts: list[list[int]]
+    answers: list[list[int]]
 
 
 class Served:
@@ -19,43 +34,69 @@ class Served:
 
     def __init__(self) -> None:
         self.output = OUTPUT
-        self.summary: dict[str, Any] = {}
-        OUTPUT.mkdir(parents=True, exist_ok=True)
+        (OUTPUT / "rows").mkdir(parents=True, exist_ok=True)
 
     def command(self, *arguments: str) -> None:
         """Run one of our commands from the checkout."""
         subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, check=True)
+
+    def evaluate(self, name: str, *arguments: str) -> Decoded:
+        """Decode with our decoder."""
+        folder = OUTPUT / f"{name}-eval"
+        self.command("eval", "plain_prompts=0", f"output_dir={folder}", *arguments)
+        rows = json.loads((folder / "rounds.json").read_text()).values()
+        return Decoded(
+            json.loads((folder / "summary.json").read_text()),
+            [row["prompt"] for row in rows],
+            [row["tokens"] for row in rows],
+        )
+
+    def export(self, name: str, checkpoint: str, *arguments: str) -> tuple[str, dict[str, Any]]:
+        """(target, speculative config) of the serve command that the export ends with."""
+        folder = OUTPUT / name
+        self.command("serve_export", f"checkpoint={checkpoint}", f"output_dir={folder}", *arguments)
+        words = shlex.split(json.loads((folder / "export.json").read_text())["serve_command"])
+        assert words[:2] == ["vllm", "serve"]
+        return words[2], json.loads(words[words.index("--speculative-config") + 1])
 
     def vllm(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
         """Serve with real vLLM; its log stays beside the result."""
         if not VLLM_PYTHON.exists():
             pytest.skip("no vLLM environment: run `make test-serving`")
         asked, answered = OUTPUT / f"{name}.request.json", OUTPUT / f"{name}.result.json"
-        asked.write_text(json.dumps(request))
+        asked.write_text(json.dumps({"batch": 8, **request}))
         answered.unlink(missing_ok=True)
         script = Path(__file__).with_name("engine_run.py")
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        worker = os.environ.get("PYTEST_XDIST_WORKER")
+        if worker is not None:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = str(int(worker.removeprefix("gw")) % (os.cpu_count() or 1))
         with (OUTPUT / f"{name}.log").open("w") as log:
             subprocess.run(
                 [str(VLLM_PYTHON), str(script), str(asked), str(answered)],
-                stdout=log, stderr=log, check=True, cwd=OUTPUT, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+                stdout=log, stderr=log, check=True, cwd=OUTPUT, env=environment,
             )  # fmt: skip
         result: dict[str, Any] = json.loads(answered.read_text())
+        assert result["engine_version"] == VERSION
         return result
 
-    def record(self, name: str, ours: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
-        """Add one head to summary.json."""
-        rounds = engine["num_rounds"]
+    def record(self, name: str, ours: dict[str, Any], engine: dict[str, Any], **more: Any) -> dict[str, Any]:
+        """Add one drafter to summary.json. Engines count the rounds that had drafts."""
+        rounds, drafting = engine["num_rounds"], ours["num_rounds"] / ours["rounds_drafting"]
         row = {
-            "ours": ours["acceptance_length_decoded"],
+            "ours": ours["acceptance_length_when_drafting"],
             "engine": 1 + engine["num_accepted"] / rounds,
-            "joint_rates_ours": ours["joint_rates"],
+            "joint_rates_ours": [rate * drafting for rate in ours["joint_rates"]],
             "joint_rates_engine": [count / rounds for count in engine["accepted_per_position"]],
             "num_draft_tokens": ours["num_draft_tokens"],
             "prompts": ours["prompts"],
+            "dtype": ours["dtype"],
             "engine_version": engine["engine_version"],
+            **more,
         }
-        self.summary[name] = row
-        (OUTPUT / "summary.json").write_text(json.dumps(self.summary, indent=2) + "\n")
+        (OUTPUT / "rows" / f"{name}.json").write_text(json.dumps(row))
+        rows = {path.stem: json.loads(path.read_text()) for path in sorted((OUTPUT / "rows").glob("*.json"))}
+        (OUTPUT / "summary.json").write_text(json.dumps(rows, indent=2) + "\n")
         print(f"\n{name}: {json.dumps(row)}")
         return row
 

@@ -1,6 +1,7 @@
-"""Serve one head with real vLLM and count. Runs in vLLM's own environment: `python engine_run.py ASK.json OUT.json`.
+"""Serve one drafter with real vLLM and count. Runs in vLLM's own environment: `python engine_run.py ASK.json OUT.json`.
 
-Request: {"target", "draft" (null: no speculation), "prompts" (token ids), "num_draft_tokens", "max_tokens", "dtype"}.
+Request: {"target", "speculative" (vLLM's own speculative config, null: none), "prompts" (token ids), "max_tokens",
+"dtype", "batch"}.
 """
 
 import json
@@ -17,15 +18,14 @@ def main(request: dict) -> dict:
     """Generate greedily and read the engine's own speculation counters."""
     import vllm
 
-    speculative = {"method": "eagle3", "model": request["draft"], "num_speculative_tokens": request["num_draft_tokens"]}
     engine = vllm.LLM(
         model=request["target"],
         dtype=request["dtype"],
         enforce_eager=True,
         max_model_len=2048,
-        max_num_seqs=8,
+        max_num_seqs=request["batch"],
         disable_log_stats=False,
-        speculative_config=speculative if request["draft"] else None,
+        speculative_config=request["speculative"],
     )
     sampling = vllm.SamplingParams(temperature=0, max_tokens=request["max_tokens"])
     prompts = [vllm.TokensPrompt(prompt_token_ids=ids) for ids in request["prompts"]]
