@@ -1,5 +1,6 @@
 """Does an exported folder compute what the trained drafter computes, and does it keep its contract?"""
 
+import hashlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,20 +20,34 @@ from train.drafters.base import Drafter, chain
 
 RECORD = "export.json"
 """Marks a folder as an export of ours, and says what it must agree with."""
-STITCHED = "stitched"
+STITCHED, OWN = "stitched", "outrider"
+"""The two formats that are copies: of the target, and of the checkpoint."""
+OWN_FILES = ("model.safetensors", "config.yaml", "manifest.json")
 PROBE_TOKENS = 24
 TOLERANCE = 1e-4
 """Largest difference of logits relative to their spread: float32 rounding of two different implementations."""
 
 
-def record(source: Source, format_name: str, folder: Path) -> dict[str, Any]:
-    """What export.json says of one folder of weights."""
+def record(source: Source, format_name: str, folder: Path, place: str = ".") -> dict[str, Any]:
+    """What export.json says of one folder of weights.
+
+    Args:
+        source: the drafter.
+        format_name: one of formats.py, or a copy.
+        folder: where the files are now.
+        place: where they are below the export.
+    """
     return {
         "format": format_name,
-        "folder": folder.as_posix(),
+        "folder": place,
         "known": asdict(source.known()),
         "changed": sorted(source.servable.target_tensors) if format_name == STITCHED else [],
+        "sha256": {name: _sha256(folder / name) for name in OWN_FILES} if format_name == OWN else {},
     }
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "missing"
 
 
 def faults_of(folder: Path) -> list[str]:
@@ -43,12 +58,18 @@ def faults_of(folder: Path) -> list[str]:
     """
     if not (folder / RECORD).is_file():
         raise InputError(f"{folder} has no {RECORD}: it is no export of ours; try doctor={folder}")
+    parts = read_json(folder / RECORD)["parts"]
+    if not parts:
+        raise InputError(f"{folder} was mended without its target: doctor={folder} target_path=TARGET knows more")
     found = []
-    for part in read_json(folder / RECORD)["parts"]:
+    for part in parts:
         place = folder / part["folder"]
         if part["format"] == STITCHED:
             found += stitch.differences(Path(part["known"]["target"]), place, part["changed"])
-        elif part["format"] in FORMATS:
+        elif part["format"] == OWN:
+            changed = [name for name, digest in part["sha256"].items() if _sha256(place / name) != digest]
+            found += [f"{name} is not the file that was exported" for name in changed]
+        else:
             found += FORMATS[part["format"]].faults(place, Known(**part["known"]))
     return found
 

@@ -131,7 +131,9 @@ def record(patient: Patient) -> dict[str, Any]:
     """export.json of a mended head."""
     parts = []
     if patient.target is not None:
-        parts.append({"format": patient.kind, "folder": ".", "known": asdict(known(patient)), "changed": []})
+        parts.append(
+            {"format": patient.kind, "folder": ".", "known": asdict(known(patient)), "changed": [], "sha256": {}}
+        )
     return {"mended_from": str(patient.folder), "parts": parts}
 
 

@@ -15,16 +15,14 @@ from conf import InputError, config
 from conf.cli import build
 from conf.records import provenance, write_json, write_text
 from serve_export import card, check, doctor, hub
-from serve_export.check import RECORD, STITCHED
+from serve_export.check import OWN, OWN_FILES, RECORD, STITCHED
 from serve_export.config_rules import TRAPS
 from serve_export.contract import require
-from serve_export.engines import OWN, Offer, Place, offer_for
+from serve_export.engines import Offer, Place, offer_for
 from serve_export.formats import FORMATS
 from serve_export.source import Dtype, Source
 from serve_export.writers import stitch
 from train.checkpoint import LoadedDrafter, load_drafter
-
-OWN_FILES = ("model.safetensors", "config.yaml", "manifest.json")
 
 
 @config
@@ -129,18 +127,20 @@ def _export(job: ExportJob, loaded: LoadedDrafter) -> None:
 
 def _write_parts(loaded: LoadedDrafter, source: Source, offer: Offer, folder: Path) -> dict[str, Any]:
     """Fill `folder`, and compare logits; returns what is worth knowing of it."""
-    parts, difference = [check.record(source, offer.format, Path())], None
-    if offer is OWN:
+    difference, beside = None, []
+    if offer.format == OWN:
         for name in OWN_FILES:
             shutil.copy2(loaded.folder / name, folder / name)
     elif offer.format == STITCHED:
         stitch.stitch(Path(source.target.folder), source.servable.target_tensors, folder)
         if len(source.servable.tensors) > 1:  # heads beside the changed target
-            difference = _write_head(loaded, source, source.servable.architecture, folder / "heads")
-            parts.append(check.record(source, source.servable.architecture, Path("heads")))
+            head = source.servable.architecture
+            difference = _write_head(loaded, source, head, folder / "heads")
+            beside = [check.record(source, head, folder / "heads", "heads")]
     else:
         difference = _write_head(loaded, source, offer.format, folder)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.suffix in (".safetensors", ".gguf"))
+    parts = [check.record(source, offer.format, folder), *beside]
     return {"megabytes": round(size / 1e6, 1), "logits_difference": difference, "parts": parts}
 
 

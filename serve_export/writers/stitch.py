@@ -25,8 +25,9 @@ def stitch(target: Path, changed: Mapping[str, Tensor], folder: Path) -> None:
         folder: empty, to be filled.
 
     Raises:
-        InputError: if the target's folder lacks one of them, or has it in another shape.
+        InputError: if there is no such folder, or it lacks one of them or has it in another shape.
     """
+    _require_folder(target)
     new = {name: tensor.cpu() for name, tensor in changed.items()}
     shards = sorted(target.glob("*.safetensors"))
     where = {name: shard for shard in shards for name in _names(shard)}
@@ -45,7 +46,12 @@ def stitch(target: Path, changed: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def differences(target: Path, folder: Path, changed: Collection[str]) -> list[str]:
-    """What the two folders differ in, besides the values of the tensors in `changed`: sentences."""
+    """What the two folders differ in, besides the values of the tensors in `changed`: sentences.
+
+    Raises:
+        InputError: if one of them is not there.
+    """
+    _require_folder(target)
     faults: list[str] = []
     if (target / "config.json").read_bytes() != (folder / "config.json").read_bytes():
         faults.append("config.json is not the target's")
@@ -63,6 +69,11 @@ def differences(target: Path, folder: Path, changed: Collection[str]) -> list[st
             elif not bool(new.isfinite().all()):
                 faults.append(f"{name} holds values that are not finite")
     return faults
+
+
+def _require_folder(target: Path) -> None:
+    if not (target / "config.json").is_file():
+        raise InputError(f"the target's own folder {target} is not here: name it with target_path=FOLDER")
 
 
 def _names(shard: Path) -> list[str]:

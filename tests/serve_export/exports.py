@@ -75,6 +75,6 @@ def export(
     tokens = tiny_gguf(folder.parent / f"{folder.name}.target.gguf") if name.endswith("gguf") else None
     source = Source(drafter.to_serving(), target, dtype, drafts, tokens)
     FORMATS[name].write(source, folder)
-    (folder / RECORD).write_text(json.dumps({"parts": [record(source, name, Path())]}))
+    (folder / RECORD).write_text(json.dumps({"parts": [record(source, name, folder)]}))
     unused: Any = None
     return LoadedDrafter(folder, drafter, unused, target, unused, {}), source

@@ -59,6 +59,11 @@ def test_stack_is_written_checked_and_described(trained: Path, launcher: Launche
 
 def test_own_format_is_a_checkpoint(trained: Path, launcher: Launcher, tiny_args: Callable[..., list[str]]) -> None:
     launcher("serve_export", [f"checkpoint={RUN}", "stack=hf", "output_dir=own"], trained).succeeded()
+    manifest = trained / "own" / "manifest.json"
+    original = manifest.read_text()
+    manifest.write_text(original.replace("1", "2", 1))
+    assert faults_of(trained / "own") == ["manifest.json is not the file that was exported"]
+    manifest.write_text(original)
     still = ["optim=adamw", "optim.lr=1e-12", "optim.weight_decay=0", "epochs=1", "drafter.init_from=own"]
     launcher("train", tiny_args(Path("again"), *still), trained).succeeded()
     ours, theirs = (load_file(trained / run / "checkpoints/latest/model.safetensors") for run in (RUN, "again"))

@@ -60,7 +60,9 @@ def test_its_converter_makes_the_same_file(served: Any, checkpoint: str, smollm2
     assert {key for key in their_keys if key.startswith("eagle3.")} <= our_keys.keys()
 
 
-def test_it_accepts_what_we_accept(served: Any, checkpoint: str, smollm2_folder: str, head: Path, target_gguf: Path) -> None:
+def test_it_accepts_what_we_accept(
+    served: Any, checkpoint: str, smollm2_folder: str, head: Path, target_gguf: Path
+) -> None:
     decoded = served.evaluate(
         "llama-cpp", f"checkpoint={checkpoint}", f"corpus.max_conversations={PROMPTS}", f"max_tokens={TOKENS}",
         f"num_draft_tokens={K}",

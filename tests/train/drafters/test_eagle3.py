@@ -19,6 +19,7 @@ VARIANTS = [
     {"norm_output": True},
     {"norm_before_residual": True},
     {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
+    {"qk_norm": True},
     {"row_keep_ratio": 0.6},
 ]
 
@@ -93,6 +94,8 @@ def recipe_streams(drafter, w, ids, aux, steps):
         projected = {
             name: (torch.cat([e, r], -1) @ w[f"{name}_proj"].T).unflatten(-1, (n, -1)) for name, n in heads.items()
         }
+        if options.qk_norm:
+            projected |= {name: rms(projected[name], w[f"{name}_norm"], eps) for name in "qk"}
         positions, theta = torch.arange(rows) + step, shape.rope_parameters["rope_theta"]
         keys.append(turn(projected["k"], positions, theta))
         values.append(projected["v"])
@@ -235,9 +238,14 @@ def test_head_starts_as_the_targets_rows_and_final_norm(tiny_target, tiny_drafte
     assert torch.equal(drafter.norm.weight, target.parts.final_norm)
 
 
-def test_copied_layer_computes_what_the_targets_layer_does(tiny_target, tiny_drafter):
-    target = tiny_target("llama", torch.float64)
-    drafter = untrained(target, tiny_drafter(target, aux_layers=(2, 4, 5), init_layer=5).settings)
+@pytest.mark.parametrize(("family", "qk_norm"), [("llama", False), ("llama", True), ("qwen3", True)])
+def test_copied_layer_computes_what_the_targets_layer_does(tiny_target, tiny_drafter, family, qk_norm):
+    target = tiny_target(family, torch.float64)
+    settings = tiny_drafter(target, aux_layers=(2, 4, 5), init_layer=5, qk_norm=qk_norm).settings
+    drafter = untrained(target, settings)
+    if qk_norm and family == "llama":  # the target has none to copy: they start at 1
+        assert all(bool((drafter.midlayer.self_attn[name].weight == 1).all()) for name in ("q_norm", "k_norm"))
+        return
     batch = batch_of([(3, 9)])
     with torch.no_grad():
         expected = target.model(input_ids=batch.input_ids, output_hidden_states=True).hidden_states[6]  # leaves layer 5
