@@ -120,7 +120,9 @@ def smallest_p(
 
 def cases(world: World) -> Iterator[tuple[str, Any, DraftPlan, str]]:
     nothing: Any = None
-    ngram = NgramConfig(name="ngram", draft_vocab_size=None, min_ngram=1, max_ngram=3).build(nothing, nothing)
+    ngram = NgramConfig(name="ngram", draft_vocab_size=None, min_ngram=1, max_ngram=3, occurrence="latest").build(
+        nothing, nothing
+    )
     suffix = SuffixConfig(
         name="suffix", draft_vocab_size=None, max_depth=4, min_probability=0.1, max_drafts_per_match=3.0,
         remember_outputs=True,

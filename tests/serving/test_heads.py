@@ -108,5 +108,11 @@ def test_mtp_layer_put_back_into_its_target_is_served(served: Any) -> None:
 
 def test_ngram_finds_what_vllm_finds(served: Any, smollm2_folder: str) -> None:
     speculative = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-    row = serve(served, "ngram", ["+target=smollm2", "+drafter=ngram"], smollm2_folder, speculative)
+    row = serve(
+        served,
+        "ngram",
+        ["+target=smollm2", "+drafter=ngram", "drafter.occurrence=earliest"],
+        smollm2_folder,
+        speculative,
+    )
     assert row["engine"] > 1.3

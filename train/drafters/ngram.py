@@ -1,7 +1,7 @@
 """Drafting without a model: prompt lookup (n-gram) and suffix decoding. The baselines that every head must beat.
 
-ngram   the continuation of the latest earlier occurrence of the longest matching n-gram (Saxena 2023, "Prompt lookup
-        decoding")
+ngram   the continuation of an earlier occurrence of the longest matching n-gram (Saxena 2023, "Prompt lookup
+        decoding"): of the latest one, or of the earliest as in vLLM and transformers
 suffix  after the longest matching suffix, the most frequent continuation token by token, as far as its estimated
         probability holds (SuffixDecoding, arXiv:2411.04975); optionally over earlier outputs too
 
@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -31,6 +32,8 @@ class NgramConfig(DrafterConfig):
     """Shortest match that is drafted from."""
     max_ngram: int = Field(ge=1)
     """Longest match that is looked for."""
+    occurrence: Literal["latest", "earliest"]
+    """Which of several equal matches is gone on from; vLLM and transformers take the earliest."""
 
     def build(self, target: TargetParts, draft_to_target_ids: Tensor) -> "NgramProposer":
         """Make the proposer; it needs nothing of the target.
@@ -107,6 +110,8 @@ class TextIndex:
         self._depth = depth
         self.latest: dict[tuple[int, ...], int] = {}
         """Context -> index of the token after its latest occurrence."""
+        self.earliest: dict[tuple[int, ...], int] = {}
+        """The same of its first."""
         self.following: Following = {} if remembered is None else remembered
         """Of this text alone, or of all texts that share it."""
 
@@ -115,6 +120,7 @@ class TextIndex:
         position = len(self.tokens)
         for context in self.contexts():
             self.latest[context] = position
+            self.earliest.setdefault(context, position)
             self.following.setdefault(context, Counter())[token] += 1
         self.tokens.append(token)
 
@@ -147,12 +153,13 @@ class NgramProposer(_TextProposer):
         return _started(prompts, self.settings.max_ngram)
 
     def continuation(self, index: TextIndex, num_draft_tokens: int) -> list[int]:
-        """What followed the latest earlier occurrence of the longest n-gram at the end."""
+        """What followed the chosen earlier occurrence of the longest n-gram at the end."""
+        known = index.latest if self.settings.occurrence == "latest" else index.earliest
         for context in index.contexts():
             if len(context) < self.settings.min_ngram:
                 break
-            if context in index.latest:
-                start = index.latest[context]
+            if context in known:
+                start = known[context]
                 return index.tokens[start : start + num_draft_tokens]
         return []
 

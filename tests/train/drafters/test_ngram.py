@@ -1,5 +1,6 @@
 """Model-free proposers: what they draft, by hand."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -7,12 +8,14 @@ import torch
 
 from tests.eval.decoding import static_tree
 from train.drafters.base import chain
-from train.drafters.ngram import NgramConfig, SuffixConfig
+from train.drafters.ngram import NgramConfig, NgramProposer, SuffixConfig
 
 
 def ngram_proposer() -> Any:
     nothing: Any = None
-    return NgramConfig(name="ngram", draft_vocab_size=None, min_ngram=1, max_ngram=3).build(nothing, nothing)
+    return NgramConfig(name="ngram", draft_vocab_size=None, min_ngram=1, max_ngram=3, occurrence="latest").build(
+        nothing, nothing
+    )
 
 
 def test_model_free_proposers_draft_what_followed_by_hand() -> None:
@@ -24,6 +27,8 @@ def test_model_free_proposers_draft_what_followed_by_hand() -> None:
 
     ngram = ngram_proposer()
     assert drafts(ngram, [1, 2, 3, 4, 9, 2, 3, 5, 8, 2, 3], 3) == [5, 8, 2]  # the latest 2 3, not the first
+    first = NgramProposer(dataclasses.replace(ngram.settings, occurrence="earliest"))
+    assert drafts(first, [1, 2, 3, 4, 9, 2, 3, 5, 8, 2, 3], 3) == [4, 9, 2]  # as vLLM and transformers
     assert drafts(ngram, [7, 1, 2, 3, 4, 8, 2, 3, 6, 1, 2, 3], 2) == [4, 8]  # a longer match wins over a later one
     assert drafts(ngram, [1, 2, 3], 4) == []
     suffix = SuffixConfig(
@@ -59,4 +64,6 @@ def test_tree_from_a_model_free_proposer_is_refused() -> None:
 def test_shortest_match_longer_than_the_longest_is_refused() -> None:
     nothing: Any = None
     with pytest.raises(ValueError, match="min_ngram=3 exceeds max_ngram=2"):
-        NgramConfig(name="ngram", draft_vocab_size=None, min_ngram=3, max_ngram=2).build(nothing, nothing)
+        NgramConfig(name="ngram", draft_vocab_size=None, min_ngram=3, max_ngram=2, occurrence="latest").build(
+            nothing, nothing
+        )
