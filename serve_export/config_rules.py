@@ -1,6 +1,6 @@
 """Rules of `doctor=` about config.json; see tensor_rules.py. Here the tensors have their native names already."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from serve_export.patient import LAYERS, Finding, Patient, Rule
@@ -13,9 +13,9 @@ TRAPS = ("eagle3", "eagle-", "dflash", "dspark")
 """vLLM takes a path with one of these for that method, whatever the command says."""
 
 
-def _setting(**changes: Any) -> Callable[[Patient], None]:
+def _setting(changes: Mapping[str, Any]) -> Callable[[Patient], None]:
     def mend(patient: Patient) -> None:
-        patient.update(**changes)
+        patient.config = {**patient.config, **changes}
 
     return mend
 
@@ -29,7 +29,10 @@ def speculators_config(patient: Patient) -> Finding | None:
             if not key.startswith("speculators_") and key != "transformer_layer_config"}  # fmt: skip
     flat = {"norm_before_residual": True} | {**inner, **kept}  # true is the library's default
     flat.pop("embed_requires_grad", None)
-    mend = lambda p: setattr(p, "config", flat)  # noqa: E731
+
+    def mend(p: Patient) -> None:
+        p.config = flat
+
     return Finding(
         "format of speculators", "SGLang and TensorRT-LLM do not read it", "SGLang, TensorRT-LLM", False, mend
     )
@@ -49,7 +52,7 @@ def architecture(patient: Patient) -> Finding | None:
     stated = f"{found} of model_type {model_type}, not [{wanted}] of {kind}"
     return Finding(
         "architecture", f"stated is {stated}", "engines that choose their class by it", False,
-        _setting(architectures=[wanted], model_type=kind),
+        _setting({"architectures": [wanted], "model_type": kind}),
     )  # fmt: skip
 
 
@@ -74,7 +77,7 @@ def sizes(patient: Patient) -> Finding | None:
     if not wrong:
         return None
     stated = ", ".join(f"{key} is {config.get(key, 'missing')}, not {value}" for key, value in wrong.items())
-    return Finding("sizes", stated, "all", True, _setting(**wrong))
+    return Finding("sizes", stated, "all", True, _setting(wrong))
 
 
 def layer_ids(patient: Patient) -> Finding | None:
@@ -104,7 +107,7 @@ def layer_ids(patient: Patient) -> Finding | None:
         "num_aux_hidden_states": "vLLM builds fc for three states",
     }  # fmt: skip
     message = "; ".join(f"{key} is missing or wrong: {who[key]}" for key in missing)
-    return Finding("layer ids", message, "vLLM, SGLang", True, _setting(**wanted))
+    return Finding("layer ids", message, "vLLM, SGLang", True, _setting(wanted))
 
 
 def rotary(patient: Patient) -> Finding | None:
@@ -126,7 +129,7 @@ def rotary(patient: Patient) -> Finding | None:
     stated = ", ".join(f"{key} is {config.get(key, 'missing')}" for key in wrong)
     return Finding(
         "rotary positions", f"{stated}, expected {wanted['rope_parameters']}: engines that read what is missing take "
-        "10000, or leave out the scaling", "all", True, _setting(**wanted),
+        "10000, or leave out the scaling", "all", True, _setting(wanted),
     )  # fmt: skip
 
 
@@ -152,7 +155,7 @@ def unstated(patient: Patient) -> Finding | None:
     missing = sorted(key for key, value in wanted.items() if patient.config.get(key) != value)
     if not missing:
         return None
-    return Finding("unstated", f"{', '.join(missing)}: engines have other defaults", "some", False, _setting(**wanted))
+    return Finding("unstated", f"{', '.join(missing)}: engines have other defaults", "some", False, _setting(wanted))
 
 
 def norm_before_fc(patient: Patient) -> Finding | None:

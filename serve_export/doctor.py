@@ -95,7 +95,7 @@ def examine(patient: Patient) -> tuple[list[Finding], Patient]:
     if patient.kind == "unknown":
         lost = Finding("no known head", "its tensors are those of no head that is known here", "every engine", True)
         return [lost], patient
-    mended = replace(patient)
+    mended = replace(patient, tensors=dict(patient.tensors), config=dict(patient.config))
     found = []
     for rule in RULES[patient.kind]:
         finding = rule(mended)

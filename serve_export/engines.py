@@ -34,10 +34,14 @@ class Offer:
     """The text of `trtllm.yaml`, which `trtllm-serve` reads beside the head."""
 
 
-def _vllm(method: str, **more: object) -> Callable[[Place], str]:
+def _serve(model: str, speculative: dict[str, object]) -> str:
+    return shlex.join(["vllm", "serve", model, "--speculative-config", json.dumps(speculative)])
+
+
+def _vllm(method: str) -> Callable[[Place], str]:
     def command(place: Place) -> str:
-        speculative = {"method": method, "model": place.folder, "num_speculative_tokens": place.num_draft_tokens}
-        return shlex.join(["vllm", "serve", place.target, "--speculative-config", json.dumps(speculative | more)])
+        drafts = {"num_speculative_tokens": place.num_draft_tokens}
+        return _serve(place.target, {"method": method, "model": place.folder, **drafts})
 
     return command
 
@@ -47,15 +51,12 @@ def _vllm_alone(place: Place) -> str:
 
 
 def _vllm_mtp(place: Place) -> str:
-    speculative = {"method": "mtp", "num_speculative_tokens": place.num_draft_tokens}
-    return shlex.join(["vllm", "serve", place.folder, "--speculative-config", json.dumps(speculative)])
+    return _serve(place.folder, {"method": "mtp", "num_speculative_tokens": place.num_draft_tokens})
 
 
 def _vllm_medusa2(place: Place) -> str:
-    speculative = {
-        "method": "medusa", "model": f"{place.folder}/heads", "num_speculative_tokens": place.num_draft_tokens
-    }  # fmt: skip
-    return shlex.join(["vllm", "serve", place.folder, "--speculative-config", json.dumps(speculative)])
+    drafts = {"num_speculative_tokens": place.num_draft_tokens}
+    return _serve(place.folder, {"method": "medusa", "model": f"{place.folder}/heads", **drafts})
 
 
 def _sglang(algorithm: str) -> Callable[[Place], str]:

@@ -77,13 +77,9 @@ class Patient:
             "qk_norm": any(name.endswith("q_norm.weight") for name in self.tensors),
         }
 
-    def update(self, **changes: Any) -> None:
-        """Set keys of config.json."""
-        self.config = {**self.config, **changes}
-
     def rename(self, pattern: str, replacement: str) -> None:
         """Rename the tensors whose whole name matches."""
-        self.tensors = {re.sub(f"^{pattern}$", replacement, name): tensor for name, tensor in self.tensors.items()}
+        self.tensors = {re.sub(f"^(?:{pattern})$", replacement, name): tensor for name, tensor in self.tensors.items()}
 
     def drop(self, pattern: str) -> None:
         """Leave out the tensors whose whole name matches."""
