@@ -86,7 +86,7 @@ def missing_head(patient: Patient) -> Finding | None:
     if "lm_head.weight" in patient.tensors or "model.lm_head.weight" in patient.tensors:
         return None
     ids = _mapped_ids(patient)
-    if patient.target_head is None:
+    if patient.target_head is None or (ids is None and not {"d2t", "t2d"}.isdisjoint(patient.tensors)):
         message = "engines draft through uninitialised memory (target_path= may mend it)"
         return Finding("no lm_head", message, "vLLM, SGLang", True)
     rows = patient.target_head if ids is None else patient.target_head[ids]
@@ -98,13 +98,15 @@ def missing_head(patient: Patient) -> Finding | None:
 
 
 def _mapped_ids(patient: Patient) -> Tensor | None:
-    """Absolute ids of the draft vocabulary, by t2d or a plausible d2t; None where nothing says them."""
+    """Absolute ids of the draft vocabulary, by t2d or the only plausible reading of d2t; None where nothing says."""
     if "t2d" in patient.tensors:
         return torch.nonzero(patient.tensors["t2d"]).flatten()
-    if "d2t" in patient.tensors:
-        offsets = patient.tensors["d2t"].long()
-        return offsets + torch.arange(len(offsets))
-    return None
+    if "d2t" not in patient.tensors:
+        return None
+    stored = patient.tensors["d2t"].long()
+    readings = [stored + torch.arange(len(stored)), stored]
+    plausible = [ids for ids in readings if _plausible(ids, None, patient.vocab_size())]
+    return plausible[0] if len(plausible) == 1 else None
 
 
 def vocabulary_map(patient: Patient) -> Finding | None:
