@@ -10,7 +10,7 @@ RUN := outputs/train/eagle3-smollm2
 # One process per core, each with one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --dist loadscope
 
-.PHONY: demo test test-slow test-serving test-mutations test-peers test-llama-cpp bench bench-gpu bench-ablation bench-decoder compare check format clean
+.PHONY: demo test test-slow test-serving test-serving-heads test-mutations test-peers test-llama-cpp bench bench-gpu bench-ablation bench-decoder compare check format clean
 .DEFAULT_GOAL := demo
 
 # torch first: a plain `torch` requirement would bring gigabytes of CUDA libraries to a machine without a GPU.
@@ -56,15 +56,17 @@ demo: $(BIN)/installed  ## train EAGLE-3 for SmolLM2, measure it, export it for 
 	$(BIN)/python -m serve_export.demo
 
 test: $(BIN)/installed  ## all tests but the slow and the serving ones
-	$(PYTEST) -m "not slow and not serving and not gpu and not peers and not llama_cpp"
+	$(PYTEST) -m "not slow and not serving and not serving_heads and not gpu and not peers and not llama_cpp"
 
 test-slow: $(BIN)/installed  ## the proofs in full size
 	$(PYTEST) -m slow
 
 test-serving: $(BIN)/installed $(VLLM_BIN)/installed  ## real vLLM serves the exported heads and is compared with our decoder
+	$(BIN)/python -m pytest -m serving -s tests/serving
+
+test-serving-heads: $(BIN)/installed $(VLLM_BIN)/installed  ## the same for every other drafter that vLLM can run
 	rm -rf outputs/test-serving
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m serving --numprocesses logical --dist load tests/serving
-	@cat outputs/test-serving/summary.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m serving_heads --numprocesses logical --dist load tests/serving
 
 test-mutations: $(BIN)/installed  ## every way to spoil an export is caught by `serve_export check=`
 	$(BIN)/python -m tests.serve_export.mutations

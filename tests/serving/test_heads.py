@@ -14,7 +14,7 @@ import torch
 
 from tests.serving.mimo import save_mimo
 
-pytestmark = pytest.mark.serving
+pytestmark = pytest.mark.serving_heads
 ROOT = Path(__file__).parents[2]
 COMPARED = ROOT / "outputs" / "compare"
 SHORT = ["corpus.max_conversations=12", "max_tokens=48"]

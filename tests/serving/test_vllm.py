@@ -7,8 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-pytestmark = pytest.mark.serving
-
 
 def evaluate_and_serve(served: Any, name: str, checkpoint: str, dtype: str, overrides: list[str]) -> dict[str, Any]:
     """Decode in `dtype` with our decoder, export, serve with vLLM on the same prompts; the record of both."""
@@ -22,12 +20,14 @@ def evaluate_and_serve(served: Any, name: str, checkpoint: str, dtype: str, over
     return served.record(name, decoded.summary, served.vllm(name, request))
 
 
+@pytest.mark.serving
 def test_vllm_delivers_the_acceptance_length_that_we_report(served: Any, checkpoint: str) -> None:
     row = evaluate_and_serve(served, "eagle3", checkpoint, "bfloat16", [])
     assert row["ours"] > 1.1  # a head that drafts nothing right would agree with anything
     assert row["engine"] == pytest.approx(row["ours"], rel=0.02)
 
 
+@pytest.mark.serving
 def test_an_overfitted_head_is_accepted_nearly_always(served: Any) -> None:
     """In float32 throughout, so that both engines write the very text that the head was trained on.
 
@@ -77,6 +77,7 @@ def greedy_conversation() -> dict[str, Any]:
     raise AssertionError("no greedy answer survives decoding and encoding")
 
 
+@pytest.mark.serving_heads
 def test_a_mended_head_is_accepted_as_before(served: Any, checkpoint: str, smollm2_folder: str) -> None:
     """Absolute ids in d2t, no list of layers at the top, no rotary base, `model.` before every name: vLLM stops at this
     folder, or accepts nothing. The doctor's copy of it reaches what the head reaches."""
