@@ -7,8 +7,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalToken
 
 from conf import InputError
 
-HTTP_ERRORS = HfHubHTTPError.__bases__
-"""The error of whatever HTTP client the hub's library uses, and OSError."""
+REFUSED: tuple[type[Exception], ...] = (
+    HFValidationError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)),
+)
+"""The last are the error of whatever HTTP client the hub's library uses, and OSError."""
 
 
 def push(folder: Path, repo_id: str) -> str:
@@ -28,7 +33,7 @@ def push(folder: Path, repo_id: str) -> str:
     try:
         hub.create_repo(repo_id, private=True, exist_ok=True)
         commit = hub.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=f"Drafter {folder.name}")
-    except (HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled, *HTTP_ERRORS) as error:
+    except REFUSED as error:
         first = str(error).strip().splitlines()[0]
         raise InputError(f"push={repo_id}: {first} The export itself is complete: {folder}") from error
     return str(commit.commit_url)
