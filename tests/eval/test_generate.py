@@ -26,9 +26,7 @@ PROMPTS = [[3, 17], [5, 9, 30, 2, 2, 11, 7], [(7 * i * i + 3) % VOCAB for i in r
 ANSWER_TOKENS = 40
 FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt2"]
 MODEL_FREE = {
-    "ngram": NgramConfig(
-        name="ngram", draft_vocab_size=None, min_ngram=1, max_ngram=3, occurrence="latest"
-    ),
+    "ngram": NgramConfig(name="ngram", draft_vocab_size=None, min_ngram=1, max_ngram=3, occurrence="latest"),
     "suffix": SuffixConfig(
         name="suffix", draft_vocab_size=None, max_depth=6, min_probability=0.1, max_drafts_per_match=4.0,
         remember_outputs=True,
