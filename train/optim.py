@@ -26,7 +26,7 @@ class OptimConfig:
     momentum: float = Field(ge=0, lt=1)
     """Of Muon."""
     ns_method: Literal["standard", "gram"]
-    """Muon's orthogonalisation: standard computes in bf16 (fastest on a CPU), gram in fp16 or, on a CPU, float32."""
+    """Muon's orthogonalisation: standard computes in bf16 (fastest on a CPU), gram in fp16, else float32."""
     betas: tuple[float, float]
     eps: float = Field(gt=0)
     weight_decay: float = Field(ge=0)
