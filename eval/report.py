@@ -7,7 +7,7 @@ from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from conf.records import read_json
 
@@ -56,7 +56,7 @@ class Comparison(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Print the table."""
-        table = Table("run", *COMPARED)
+        table = Table(Column("run", no_wrap=True), *COMPARED)  # a name that is cut tells nothing
         for name, summary in self._runs.items():
             table.add_row(name, *(_shown(summary.get(key, "")) for key in COMPARED))
         console = Console()
