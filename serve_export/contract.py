@@ -105,8 +105,8 @@ def map_faults(tensors: Mapping[str, Tensor], known: Known) -> list[str]:
     """d2t must be offsets to ascending, unique target ids, and agree with t2d."""
     if "d2t" not in tensors or "t2d" not in tensors:
         return []
-    faults = id_faults(tensors["d2t"] + torch.arange(len(tensors["d2t"])), known, "offsets")
     ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    faults = id_faults(ids, known, "offsets")
     if not faults and not torch.equal(torch.nonzero(tensors["t2d"]).squeeze(1), ids):
         faults.append("t2d does not mark the ids that d2t maps to (zeros or absolute ids instead of offsets?)")
     return faults

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
 from conf import InputError
-from conf.records import read_json, read_safetensors, write_json
+from conf.records import read_safetensors, write_json
 from serve_export import config_rules, tensor_rules
 from serve_export.formats import FORMATS
 from serve_export.patient import Finding, Patient
 from serve_export.source import SHAPE_KEYS, Known
 from train.drafters.layers import llama_shape
-from train.warm_start import PICKLES
+from train.warm_start import find_pickle, read_files
 
 RULES = {
     "eagle3": (*tensor_rules.EAGLE3, *config_rules.EAGLE3),
@@ -40,16 +40,13 @@ def read(folder: Path, target_path: str | None) -> Patient:
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        pickles = [file.name for pattern in PICKLES for file in folder.glob(pattern)]
-        if pickles:
+        pickle = find_pickle(folder)
+        if pickle is not None:
             raise InputError(
-                f"{folder}: {pickles[0]} is a pickle, which may run code, and is not read; save it as safetensors"
+                f"{folder}: {pickle} is a pickle, which may run code, and is not read; save it as safetensors"
             )
         raise InputError(f"{folder} holds no *.safetensors: it is no head")
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        tensors |= read_safetensors(file, load_file)
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    tensors, config = read_files(folder, files)
     target = None
     if target_path is not None:
         try:

@@ -4,7 +4,6 @@ Each comes from public issues of the engines and trainers. A rule looks at a pat
 finding brings its cure where nothing has to be guessed.
 """
 
-import re
 from collections.abc import Callable
 
 import torch
@@ -27,11 +26,11 @@ def model_prefix(patient: Patient) -> Finding | None:
 
 def layer_name(patient: Patient) -> Finding | None:
     """`layers.0` (speculators) and `midlayer` (native) are the same."""
-    if not any(re.fullmatch(r"(model\.)?layers\.0\..*", name) for name in patient.tensors):
+    if not any(name.startswith("layers.0.") for name in patient.tensors):
         return None
     return Finding(
         "layer called layers.0", "the native name is midlayer; TensorRT-LLM and our contract ask for it", "few", False,
-        lambda p: p.rename(r"(?:model\.)?layers\.0\.(.*)", r"midlayer.\1"),
+        lambda p: p.rename(r"layers\.0\.(.*)", r"midlayer.\1"),
     )  # fmt: skip
 
 
@@ -63,7 +62,7 @@ def embedding_copy(patient: Patient) -> Finding | None:
 
 def missing_fc(patient: Patient) -> Finding | None:
     """vLLM runs with whatever was in memory."""
-    if any(re.fullmatch(r"(model\.)?fc\.weight", name) for name in patient.tensors):
+    if "fc.weight" in patient.tensors:
         return None
     return Finding("no fc.weight", "vLLM and SGLang load the head and accept nothing", "vLLM, SGLang", True)
 
@@ -83,7 +82,7 @@ def fc_bias(patient: Patient) -> Finding | None:
 
 def missing_head(patient: Patient) -> Finding | None:
     """Without lm_head and with a reduced vocabulary, engines draft through memory as it was."""
-    if "lm_head.weight" in patient.tensors or "model.lm_head.weight" in patient.tensors:
+    if "lm_head.weight" in patient.tensors:
         return None
     ids = _mapped_ids(patient)
     if patient.target_head is None or (ids is None and not {"d2t", "t2d"}.isdisjoint(patient.tensors)):

@@ -85,10 +85,10 @@ def read_head(path: str, families: Sequence[str]) -> Head:
     folder = Path(path).expanduser()
     files = sorted(folder.glob("*.safetensors"))
     if not files or (folder / "manifest.json").is_file():
-        pickles = [file.name for pattern in PICKLES for file in folder.glob(pattern)]
-        if pickles:
+        pickle = find_pickle(folder)
+        if pickle is not None:
             raise InputError(
-                f"drafter.init_from={path}: {pickles[0]} is a pickle, which may run code; save it as safetensors"
+                f"drafter.init_from={path}: {pickle} is a pickle, which may run code; save it as safetensors"
             )
         own = find_checkpoint(path)
         name = OmegaConf.load(own / "config.yaml").drafter.name
@@ -97,8 +97,18 @@ def read_head(path: str, families: Sequence[str]) -> Head:
                 f"drafter.init_from={path} is a checkpoint of drafter {name}, not of {' or '.join(families)}"
             )
         return Head(own, read_safetensors(own / "model.safetensors", load_file), {}, name)
+    return Head(folder, *read_files(folder, files), None)
+
+
+def find_pickle(folder: Path) -> str | None:
+    """The name of a pickle in `folder`, which is never read."""
+    return next((file.name for pattern in PICKLES for file in folder.glob(pattern)), None)
+
+
+def read_files(folder: Path, files: Sequence[Path]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a foreign head's files, and its config.json; {} where it has none."""
     tensors: dict[str, Tensor] = {}
     for file in files:
         tensors |= read_safetensors(file, load_file)
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    return Head(folder, tensors, config, None)
+    return tensors, config
