@@ -19,7 +19,8 @@ from eval.generation import Generation
 from eval.sampling import SamplingConfig
 from tests.eval.decoding import SAMPLED, decoding, dynamic_tree, static_tree
 from train.drafters.base import DraftPlan, chain
-from train.drafters.ngram import NgramConfig, SuffixConfig
+from train.drafters.ngram import NgramConfig
+from train.drafters.suffix import SuffixConfig
 
 VOCAB = 40
 PROMPTS = [[3, 17], [5, 9, 30, 2, 2, 11, 7], [(7 * i * i + 3) % VOCAB for i in range(33)]]
@@ -28,7 +29,7 @@ FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt2"]
 MODEL_FREE = {
     "ngram": NgramConfig(name="ngram", draft_vocab_size=None, min_ngram=1, max_ngram=3, occurrence="latest"),
     "suffix": SuffixConfig(
-        name="suffix", draft_vocab_size=None, max_depth=6, min_probability=0.1, max_drafts_per_match=4.0,
+        name="suffix", draft_vocab_size=None, max_tree_depth=6, max_spec_factor=4.0, min_token_prob=0.1,
         remember_outputs=True,
     ),
 }  # fmt: skip

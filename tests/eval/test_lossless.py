@@ -22,7 +22,8 @@ from eval.generate import speculative_generate
 from eval.sampling import SamplingConfig
 from tests.eval.decoding import SAMPLED, WARPED, decoding, dynamic_tree, static_tree
 from train.drafters.base import Draft, DraftPlan, Proposer, chain
-from train.drafters.ngram import NgramConfig, SuffixConfig
+from train.drafters.ngram import NgramConfig
+from train.drafters.suffix import SuffixConfig
 
 VOCAB, DRAFT_VOCAB, LENGTH = 6, 5, 3
 PROMPTS = [[1, 4, 2, 2, 1, 4], [3, 3], [0, 5, 1, 1, 0, 5, 2, 0, 5], [2, 2, 2, 4]]
@@ -124,7 +125,7 @@ def cases(world: World) -> Iterator[tuple[str, Any, DraftPlan, str]]:
         nothing, nothing
     )
     suffix = SuffixConfig(
-        name="suffix", draft_vocab_size=None, max_depth=4, min_probability=0.1, max_drafts_per_match=3.0,
+        name="suffix", draft_vocab_size=None, max_tree_depth=4, max_spec_factor=3.0, min_token_prob=0.1,
         remember_outputs=True,
     ).build(nothing, nothing)  # fmt: skip
     yield "chain of 3", world.head, chain(3), "token"
