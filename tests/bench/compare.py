@@ -15,7 +15,8 @@ Families that are not trained (n-gram, suffix) are measured only. `python -m tes
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +30,7 @@ from conf.records import provenance, read_json, write_json
 from data.batch import TargetFeatures, Wants
 from data.features import FeatureStore
 from data.loader import MicroBatch, TrainingStream
-from data.prepare import PreparedCorpus, make_encoder, prepare
+from data.prepare import make_encoder, prepare
 from data.target import Target
 from tests.bench.decoder import read_ids, speedups
 from tests.families import FOLDER, NAMES
@@ -65,12 +66,15 @@ def options_of(name: str) -> list[str]:
     return [*COMMON, f"drafter={name}", f"output_dir={OUTPUT}/{name}", *OPTIONS.get(name, [])]
 
 
-def shared_states(target: Target, corpus: PreparedCorpus, names: list[str]) -> tuple[FeatureStore, float]:
+def shared_states(names: list[str]) -> tuple[FeatureStore, float]:
     """The states that any of these families reads, and the seconds that they took."""
     jobs = [build(check_overrides("train", [*COMMON, f"drafter={name}"])) for name in names]
+    first = jobs[0]
+    target = Target(first.target)
+    corpus = prepare(target, first.corpus, first.data.max_tokens, 0, first.seed)
     wants = [train_job.build_drafter(job, target, corpus).wants for job in jobs]
     layers = sorted({layer for want in wants for layer in want.aux_layers})
-    stream = TrainingStream(corpus.train, jobs[0].data, jobs[0].seed, 2.0)  # 2 passes: it caches
+    stream = TrainingStream(corpus.train, first.data, first.seed, 2.0)  # 2 passes: it caches
     store = FeatureStore(target, Wants(aux_layers=tuple(layers), last_hidden_state=True), stream)
     started = time.monotonic()
     for step in range(stream.total_steps // 2):
@@ -79,26 +83,58 @@ def shared_states(target: Target, corpus: PreparedCorpus, names: list[str]) -> t
     return store, time.monotonic() - started
 
 
-def train(name: str, store: FeatureStore) -> Mapping[str, Any]:
-    """The trainer's own job on states that are there already; returns its summary."""
+@dataclass(frozen=True)
+class Family:
+    """A drafter that is ready to be measured."""
+
+    facts: dict[str, Any]
+    """Its row as far as training tells it."""
+    source: list[str]
+    """How `python -m eval` is told of it."""
+    load: Callable[[], tuple[Target, Proposer]]
+    """As engines would run it, in bf16."""
+
+
+def trained(name: str, store: FeatureStore) -> Family:
+    """By the trainer's own job, on states that are there already."""
 
     def shared(_target: Target, wants: Wants, _stream: TrainingStream) -> FeatureStore:
         return Shared(store, wants)
 
     with mock.patch.object(train_job, "FeatureStore", shared):
         train_job.run(check_overrides("train", options_of(name)))
-    return read_json(OUTPUT / name / "summary.json")
+    run = OUTPUT / name
+
+    def load() -> tuple[Target, Proposer]:
+        loaded = load_drafter(str(run), None, torch.bfloat16, trust_remote_code=False)
+        return loaded.target, loaded.drafter
+
+    summary = read_json(run / "summary.json")
+    facts = {key: summary[key] for key in ("trainable_parameters", "train_seconds")}
+    return Family(facts, [f"checkpoint={run}"], load)
 
 
-def measure(name: str, source: list[str]) -> dict[str, Any]:
-    """Decode with a family; `source` says where `python -m eval` finds it."""
+def untrained(name: str) -> Family:
+    """What drafts as it is."""
+    source = ["+target=smollm2", f"+drafter={name}"]
+
+    def load() -> tuple[Target, Proposer]:
+        job = build(check_overrides("eval", source))
+        target = Target(job.target, torch.bfloat16)
+        return target, job.drafter.build(target.parts, torch.arange(target.hf_config.vocab_size))
+
+    return Family({"trainable_parameters": 0, "train_seconds": 0.0}, source, load)
+
+
+def measure(name: str, family: Family) -> dict[str, Any]:
+    """Decode with a family."""
     lengths = {}
     for label, options in (("t0", []), ("t1", ["sampling=sampled"])):
         output = OUTPUT / f"{name}-{label}"
-        command = [sys.executable, "-m", "eval", *source, f"output_dir={output}", "plain_prompts=0", *options]
+        command = [sys.executable, "-m", "eval", *family.source, f"output_dir={output}", "plain_prompts=0", *options]
         subprocess.run(command, check=True)
         lengths[f"acceptance_length_{label}"] = read_json(output / "summary.json")["acceptance_length_decoded"]
-    target, proposer = proposer_of(name)
+    target, proposer = family.load()
     longest = proposer.max_draft_tokens if isinstance(proposer, Drafter) else None
     drafts = [k for k in DRAFTS if longest is None or k <= longest]
     found = speedups(target, proposer, read_ids(make_encoder(target, 8192), "sample:heldout40.jsonl"), drafts)
@@ -106,16 +142,6 @@ def measure(name: str, source: list[str]) -> dict[str, Any]:
     return {
         **lengths, "draft_cost": found[best]["draft_cost"], "best_k": int(best), "speedup": found[best]["speedup"],
     }  # fmt: skip
-
-
-def proposer_of(name: str) -> tuple[Target, Proposer]:
-    """As engines would run it, in bf16."""
-    if name in NAMES:
-        loaded = load_drafter(str(OUTPUT / name), None, torch.bfloat16, trust_remote_code=False)
-        return loaded.target, loaded.drafter
-    job = build(check_overrides("eval", ["+target=smollm2", f"+drafter={name}"]))
-    target = Target(job.target, torch.bfloat16)
-    return target, job.drafter.build(target.parts, torch.arange(target.hf_config.vocab_size))
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -132,21 +158,11 @@ def main() -> None:
     found: dict[str, Any] = read_json(output) if output.exists() else {"rows": [], "target_seconds": None}
     done = {row["drafter"] for row in found["rows"]}
     missing = [name for name in sys.argv[1:] or [*UNTRAINED, *NAMES] if name not in done]
-    store = None
+    heads = [name for name in missing if name in NAMES]
+    store, found["target_seconds"] = shared_states(heads) if heads else (None, found["target_seconds"])
     for name in missing:
-        trained: Mapping[str, Any] = {"trainable_parameters": 0, "train_seconds": 0.0}
-        if name in NAMES:
-            if store is None:
-                first = build(check_overrides("train", [*COMMON, "drafter=eagle3"]))
-                target = Target(first.target)
-                corpus = prepare(target, first.corpus, first.data.max_tokens, 0, first.seed)
-                store, found["target_seconds"] = shared_states(
-                    target, corpus, [each for each in missing if each in NAMES]
-                )
-            trained = train(name, store)
-        source = [f"checkpoint={OUTPUT}/{name}"] if name in NAMES else ["+target=smollm2", f"+drafter={name}"]
-        facts = {key: trained[key] for key in ("trainable_parameters", "train_seconds")}
-        found["rows"].append({"drafter": name, **facts, **measure(name, source)})
+        family = trained(name, store) if store is not None and name in heads else untrained(name)
+        found["rows"].append({"drafter": name, **family.facts, **measure(name, family)})
         write_json(output, {**found, "common": COMMON, "options": OPTIONS, "provenance": provenance()})
     show(found["rows"])
 
