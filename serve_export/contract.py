@@ -71,13 +71,17 @@ def key_faults(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
         found: Any = config
         for part in key.split("."):
             found = found.get(part, ABSENT) if isinstance(found, Mapping) else ABSENT
-        if found is ABSENT and value is not ABSENT:
-            faults.append(f"config lacks {key}, expected {value}")
-        elif found is not ABSENT and value is ABSENT:
-            faults.append(f"config must not have {key}")
-        elif found != value or type(found) is not type(value):
-            faults.append(f"{key} is {found}, expected {value}")
+        faults += value_faults(key, found, value)
     return faults
+
+
+def value_faults(key: str, found: Any, wanted: Any) -> list[str]:
+    """What is wrong with one key; ABSENT stands for no value."""
+    if found is ABSENT and wanted is not ABSENT:
+        return [f"config lacks {key}, expected {wanted}"]
+    if found is not ABSENT and wanted is ABSENT:
+        return [f"config must not have {key}"]
+    return [f"{key} is {found}, expected {wanted}"] if found != wanted or type(found) is not type(wanted) else []
 
 
 def _maps(known: Known) -> dict[str, tuple[Shape, torch.dtype]]:

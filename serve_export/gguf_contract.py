@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serve_export.contract import Shape, id_faults, key_faults, tensor_faults
+from serve_export.contract import ABSENT, Shape, id_faults, tensor_faults, value_faults
 from serve_export.readers.llama_cpp import parts
 from serve_export.source import Known
 
@@ -20,9 +20,7 @@ def faults(folder: Path, known: Known) -> list[str]:
         InputError: if the file is missing or damaged.
     """
     keys, tensors = parts(folder / "model.gguf")
-    flat = {key.replace(".", "/"): value for key, value in keys.items()}
-    found = key_faults(flat, {key.replace(".", "/"): value for key, value in _keys(known).items()})
-    found = [fault.replace("/", ".") for fault in found]
+    found = [fault for key, value in _keys(known).items() for fault in value_faults(key, keys.get(key, ABSENT), value)]
     found += [f"config lacks {key}" for key in TOKENIZER if key not in keys]
     wanted: dict[str, tuple[Shape, torch.dtype]] = {
         name: (shape, torch.float32) for name, shape in _tensors(known).items()
