@@ -4,38 +4,17 @@ SpecForge needs Triton for its loss. On a CPU the same two kernels stand here in
 written over the logits, rows in blocks), and its `torch.compile` helpers run eagerly.
 """
 
-import importlib.abc
-import importlib.machinery
 import os
-import sys
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch
+import triton_stub
 from measure import SMOLLM2_VOCAB, arguments, draft_ids, features, loss_mask, measure
 from transformers import AutoConfig, AutoModelForCausalLM
 
 BLOCK = 256
-
-
-class _TritonStub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """`import triton` and whatever of it is named; nothing of it is ever run."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name.partition(".")[0] != "triton":
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: Any) -> ModuleType:
-        module = ModuleType(spec.name)
-        module.jit = lambda function: function
-        module.constexpr = SimpleNamespace
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
 
 
 class BlockedLogSoftmaxLoss(torch.autograd.Function):
@@ -70,7 +49,7 @@ class BlockedLogSoftmaxLoss(torch.autograd.Function):
 
 def main() -> None:
     chosen = arguments()
-    sys.meta_path.insert(0, _TritonStub())
+    triton_stub.install()
     from specforge.algorithms.eagle3 import model as eagle3
     from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
     from specforge.optimizer import BF16Optimizer

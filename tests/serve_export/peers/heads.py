@@ -16,6 +16,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "peers"))
 
 import torch
+import triton_stub
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -59,9 +60,11 @@ def load(folder: str, probe: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
     config = Eagle3SpeculatorConfig.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "sdpa"  # flex attention needs a compiler
-    model, found = Eagle3DraftModel.from_pretrained(folder, config=config, output_loading_info=True)
-    wrong = {*found["unexpected_keys"], *found["missing_keys"]} - {"verifier_lm_head.weight", "verifier_norm.weight"}
-    assert not wrong, wrong
+    model = Eagle3DraftModel.from_pretrained(folder, config=config)
+    state, written = model.state_dict(), load_file(Path(folder) / "model.safetensors")
+    lost = [name for name, tensor in written.items() if name not in state or not torch.equal(state[name], tensor)]
+    missing = state.keys() - written.keys() - {"verifier_lm_head.weight", "verifier_norm.weight"}
+    assert not lost and not missing, (lost, missing)
     return speculators_logits(model.float().eval(), probe)
 
 
@@ -87,9 +90,7 @@ def write(folder: str, probe: dict[str, torch.Tensor], target: str) -> dict[str,
 
 def specforge(folder: str, probe: dict[str, torch.Tensor], target: str) -> dict[str, torch.Tensor]:
     """A head as SpecForge saves it; the first step only."""
-    from specforge_step import _TritonStub
-
-    sys.meta_path.insert(0, _TritonStub())
+    triton_stub.install()
     from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
 
     config = AutoConfig.from_pretrained(target)
