@@ -19,7 +19,7 @@ from torch import Tensor
 from conf import InputError, config
 from data.batch import Batch, TargetFeatures
 from train.drafters.base import Drafter, DraftLoss
-from train.optim import OptimConfig, adamw_8bit, deepspeed_optimizer, schedule_factory
+from train.optim import OptimConfig, adamw_8bit, deepspeed_optimizer, parameter_groups, schedule_factory
 from train.state_files import load_state, save_state
 
 Precision = Literal["float32", "bfloat16"]
@@ -117,10 +117,9 @@ class Engine:
             settings["zero_allow_untested_optimizer"] = True
         else:
             settings["optimizer"] = deepspeed_optimizer(optim)
-        parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
         self._engine, _, _, _ = deepspeed.initialize(
             model=drafter,
-            model_parameters=parameters,
+            model_parameters=parameter_groups(drafter, optim),
             optimizer=ours,
             config=settings,
             lr_scheduler=schedule_factory(optim, total_steps),

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
+from peft import LoraModel
 from pydantic import Field
-from torch.nn import Parameter
+from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
@@ -23,6 +24,8 @@ class OptimConfig:
     """Peak learning rate of AdamW's parameters."""
     muon_lr: float = Field(gt=0)
     """Peak learning rate of Muon's matrices; unused by adamw."""
+    adapter_lr: float = Field(gt=0)
+    """Peak learning rate of LoRA's matrices: they change a trained model, which the others' rates would destroy."""
     momentum: float = Field(ge=0, lt=1)
     """Of Muon."""
     ns_method: Literal["standard", "gram"]
@@ -40,7 +43,16 @@ class OptimConfig:
     """Largest norm of the global gradient; 0 does not clip. Unused by muon, whose update has a norm of its own."""
 
 
-def adamw_8bit(optim: OptimConfig) -> Callable[[list[Parameter]], Optimizer]:
+def parameter_groups(drafter: Module, optim: OptimConfig) -> list[dict[str, Any]]:
+    """Everything that is trained, as torch's optimizers take it: LoRA's matrices have a rate of their own."""
+    trained = {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
+    adapters = [parameter for name, parameter in trained.items() if LoraModel.prefix in name]
+    others = [parameter for name, parameter in trained.items() if LoraModel.prefix not in name]
+    groups: list[dict[str, Any]] = [{"params": others}, {"params": adapters, "lr": optim.adapter_lr}]
+    return [group for group in groups if group["params"]]
+
+
+def adamw_8bit(optim: OptimConfig) -> Callable[[list[dict[str, Any]]], Optimizer]:
     """A function from parameters to bitsandbytes' 8-bit AdamW.
 
     Raises:
@@ -51,9 +63,9 @@ def adamw_8bit(optim: OptimConfig) -> Callable[[list[Parameter]], Optimizer]:
     except ImportError as error:
         raise InputError("optim=adamw_8bit needs bitsandbytes: pip install 'outrider[8bit]'") from error
 
-    def make(parameters: list[Parameter]) -> Optimizer:
+    def make(groups: list[dict[str, Any]]) -> Optimizer:
         optimizer: Optimizer = AdamW8bit(
-            parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+            groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
         )
         return optimizer
 

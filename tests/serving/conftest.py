@@ -125,10 +125,10 @@ def smollm2_folder() -> str:
 
 @pytest.fixture(scope="session")
 def checkpoint(served: Served) -> str:
-    """The demo's head if `make demo` has run here, else one trained on a third of an epoch."""
-    demo = ROOT / "outputs" / "train" / "eagle3-smollm2"
-    if (demo / "summary.json").exists():
-        return str(demo)
+    """The head of `make demo` or `make compare` if one of them has run here, else one of a third of an epoch."""
+    for run in (ROOT / "outputs" / "train" / "eagle3-smollm2", ROOT / "outputs" / "compare" / "eagle3"):
+        if (run / "summary.json").exists():
+            return str(run)
     short = OUTPUT / "head"
     served.command("train", "+target=smollm2", "drafter=eagle3", "epochs=0.35", "tracker=none", f"output_dir={short}")
     return str(short)

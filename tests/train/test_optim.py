@@ -22,7 +22,7 @@ MATRICES = {
 
 def config(**changes: Any) -> OptimConfig:
     values: dict[str, Any] = {
-        "name": "adamw", "lr": 1.0, "muon_lr": 10.0, "momentum": 0.9, "ns_method": "standard",
+        "name": "adamw", "lr": 1.0, "muon_lr": 10.0, "adapter_lr": 0.5, "momentum": 0.9, "ns_method": "standard",
         "betas": (0.8, 0.99), "eps": 1e-7,
         "weight_decay": 0.5, "schedule": "cosine", "warmup_ratio": 0.0, "decay_ratio": 0.3, "clip": 1.0,
     }  # fmt: skip
@@ -157,3 +157,27 @@ def test_eight_bit_adamw_keeps_a_byte_per_element_and_trains(
     assert large and all(state.dtype == torch.uint8 for state in large)
     assert curves["adamw_8bit"] == pytest.approx(curves["adamw"], rel=1e-2)
     assert curves["adamw_8bit"] != curves["adamw"]
+
+
+@pytest.mark.parametrize("optim", ["muon", "adamw"])
+def test_adapters_have_a_rate_of_their_own(
+    launcher: Launcher, tiny_args: Callable[..., list[str]], tmp_path: Path, optim: str
+) -> None:
+    """At Muon's rate a few steps of LoRA would make another model of the target."""
+    settings = (
+        "drafter=medusa2",
+        "drafter.draft_vocab_size=null",
+        "drafter.num_heads=2",
+        "num_draft_tokens=2",
+        f"optim={optim}",
+    )
+    constant = ("optim.schedule=constant", "optim.warmup_ratio=0", "optim.adapter_lr=0.007", "epochs=0.2")
+    argv = [argument for argument in tiny_args(tmp_path / "out") if not argument.startswith("drafter")]
+    launcher("train", [*argv, *settings, *constant], tmp_path).succeeded()
+    (path,) = (tmp_path / "out" / "checkpoints" / "best" / "engine").glob("*.pt")
+    groups = load_state(path)["optimizer"]["param_groups"]
+    layers, matrices = 8, 7  # tiny Qwen3: q, k, v, o, gate, up, down, of which each has a pair of adapters
+    adapters = [group for group in groups if group["lr"] == 0.007]
+    assert sum(len(group["params"]) for group in adapters) == 2 * matrices * layers
+    others = {group["lr"] for group in groups if group["lr"] != 0.007}
+    assert others <= ({9e-2, 1e-3} if optim == "muon" else {4e-4}) and others
