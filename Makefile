@@ -58,6 +58,7 @@ $(PEERS_BIN)/installed:
 # The sources of llama.cpp come with PyPI's llama-cpp-python; a C++ compiler and cmake make one program of them.
 $(LLAMA_CPP)/bin/llama-speculative-simple: | $(BIN)/installed
 	mkdir -p $(LLAMA_CPP)/bin
+	$(BIN)/pip install --quiet sentencepiece  # its converter imports it for every tokenizer
 	$(BIN)/pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(LLAMA_CPP) llama-cpp-python==0.3.36
 	echo "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e  $(LLAMA_CPP)/$(LLAMA_SOURCE).tar.gz" | sha256sum --check --quiet
 	tar xzf $(LLAMA_CPP)/$(LLAMA_SOURCE).tar.gz -C $(LLAMA_CPP)
