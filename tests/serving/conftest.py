@@ -46,6 +46,10 @@ class Served:
         """Decode with our decoder."""
         folder = OUTPUT / f"{name}-eval"
         self.command("eval", "plain_prompts=0", f"output_dir={folder}", *arguments)
+        return self.decoded(folder)
+
+    def decoded(self, folder: Path) -> Decoded:
+        """What `python -m eval` has left in a folder."""
         rows = json.loads((folder / "rounds.json").read_text()).values()
         return Decoded(
             json.loads((folder / "summary.json").read_text()),
