@@ -12,7 +12,7 @@ RUN := outputs/train/eagle3-smollm2
 # One process per core, each with one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --dist loadscope
 
-.PHONY: demo test test-slow test-serving test-serving-heads test-mutations test-peers test-llama-cpp bench bench-gpu bench-ablation bench-decoder compare check format clean
+.PHONY: demo test test-slow test-serving test-serving-quick test-mutations test-peers test-llama-cpp bench bench-gpu bench-ablation bench-decoder compare check format clean
 .DEFAULT_GOAL := demo
 
 # torch first: a plain `torch` requirement would bring gigabytes of CUDA libraries to a machine without a GPU.
@@ -80,12 +80,13 @@ test: $(BIN)/installed  ## all tests but the slow and the serving ones
 test-slow: $(BIN)/installed  ## the proofs in full size
 	$(PYTEST) -m slow
 
-test-serving: $(BIN)/installed $(VLLM_BIN)/installed  ## real vLLM serves the exported heads and is compared with our decoder
-	$(BIN)/python -m pytest -m serving -s tests/serving
-
-test-serving-heads: $(BIN)/installed $(VLLM_BIN)/suffix-tree  ## the same for every other drafter that vLLM can run
+test-serving: $(VLLM_BIN)/suffix-tree  ## real vLLM serves every drafter that it can run and is compared with our decoder
 	rm -rf outputs/test-serving
+	$(MAKE) test-serving-quick
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m serving_heads --numprocesses logical --dist load tests/serving
+
+test-serving-quick: $(BIN)/installed $(VLLM_BIN)/installed  ## EAGLE-3 alone: the demo's head, and one that is overfitted
+	$(BIN)/python -m pytest -m serving -s tests/serving
 
 test-mutations: $(BIN)/installed  ## every way to spoil an export is caught by `serve_export check=`
 	$(BIN)/python -m tests.serve_export.mutations

@@ -51,7 +51,7 @@ def test_same_settings_continue_and_change_nothing(begun: Path, tiny_args: Args,
         ("seed=7", "seed", "0", "7"),
         ("epochs=3", "epochs", "2", "3"),
         ("optim.lr=0.5", "optim.lr", "0.001", "0.5"),
-        ("optim=adamw", "optim.lr", "0.001", "0.0004"),  # the first key in order of the alphabet that differs
+        ("optim=adamw", "optim.adapter_lr", "0.0005", "0.0002"),  # the first key in order of the alphabet that differs
         ("deepspeed=zero2", "deepspeed.zero_optimization.stage", "0", "2"),
         ("data.global_batch_packs=4", "data.global_batch_packs", "1", "4"),
         ("drafter.ttt_steps=2", "drafter.ttt_steps", "3", "2"),
