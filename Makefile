@@ -43,8 +43,8 @@ $(VLLM_BIN)/suffix-tree: $(VLLM_BIN)/installed
 	cmake --build $(ARCTIC)/build
 	package=$$($(VLLM_BIN)/python -c "import sysconfig; print(sysconfig.get_paths()['platlib'])")/arctic_inference && \
 		mkdir -p $$package && cp $(ARCTIC)/$(ARCTIC_SOURCE)/arctic_inference/__init__.py $$package && \
-		cp -r $(ARCTIC)/$(ARCTIC_SOURCE)/arctic_inference/suffix_decoding $(ARCTIC)/build/_C*.so $$package && \
-		mv $$package/_C*.so $$package/suffix_decoding
+		cp -r $(ARCTIC)/$(ARCTIC_SOURCE)/arctic_inference/suffix_decoding $$package && \
+		cp $(ARCTIC)/build/_C*.so $$package/suffix_decoding
 	touch $@
 
 # The peers that `make bench` compares with, without their own dependencies (a CUDA torch, vLLM, SGLang).

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
-from peft import LoraModel
 from pydantic import Field
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -11,6 +10,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from conf import InputError, config
+
+LORA = "lora_"
+"""What peft puts before the names of LoRA's matrices. Not asked of peft: its import takes every run seconds."""
 
 
 @config
@@ -46,8 +48,8 @@ class OptimConfig:
 def parameter_groups(drafter: Module, optim: OptimConfig) -> list[dict[str, Any]]:
     """Everything that is trained, as torch's optimizers take it: LoRA's matrices have a rate of their own."""
     trained = {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
-    adapters = [parameter for name, parameter in trained.items() if LoraModel.prefix in name]
-    others = [parameter for name, parameter in trained.items() if LoraModel.prefix not in name]
+    adapters = [parameter for name, parameter in trained.items() if LORA in name]
+    others = [parameter for name, parameter in trained.items() if LORA not in name]
     groups: list[dict[str, Any]] = [{"params": others}, {"params": adapters, "lr": optim.adapter_lr}]
     return [group for group in groups if group["params"]]
 
