@@ -122,7 +122,9 @@ def run(composed: DictConfig) -> None:
         write_trace(output / "trace.jsonl", decoded)
     write_json(output / "summary.json", summary)
     title = f"{job.run_name}: K={job.num_draft_tokens}, T={job.sampling.temperature}, {job.dtype}"
-    following = job.checkpoint and f"python -m serve_export checkpoint={job.checkpoint} stack=vllm"
+    following = None
+    if job.checkpoint is not None and isinstance(proposer, Drafter):
+        following = f"python -m serve_export checkpoint={job.checkpoint} stack={proposer.stack}"
     show(title, summary, output, following)
 
 

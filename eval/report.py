@@ -11,17 +11,17 @@ from rich.table import Column, Table
 
 from conf.records import read_json
 
-COMPARED = (
-    "acceptance_length_decoded",
-    "num_draft_tokens",
-    "draft",
-    "temperature",
-    "dtype",
-    "tokens_per_second",
-    "speedup",
-    "outputs_equal_to_plain",
-)
-"""Keys of summary.json, in this order; runs without plain decoding lack the last three."""
+COMPARED = {
+    "acceptance_length_decoded": "acceptance\nlength",
+    "num_draft_tokens": "K",
+    "draft": "draft",
+    "temperature": "T",
+    "dtype": "dtype",
+    "tokens_per_second": "tokens/s",
+    "speedup": "speedup",
+    "outputs_equal_to_plain": "outputs equal\nto plain",
+}
+"""Keys of summary.json and their headings, in this order; runs without plain decoding lack the last three."""
 
 
 def show(title: str, summary: dict[str, Any], folder: Path, following: str | None) -> None:
@@ -55,12 +55,21 @@ class Comparison(Callback):
             self._runs[config.run_name] = read_json(summary)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Print the table."""
-        table = Table(Column("run", no_wrap=True), *COMPARED)  # a name that is cut tells nothing
-        for name, summary in self._runs.items():
-            table.add_row(name, *(_shown(summary.get(key, "")) for key in COMPARED))
+        """Print what differs between the runs as a table, and what they share as one line."""
+        if not self._runs:
+            return
+        found = {key: [_shown(summary.get(key, "")) for summary in self._runs.values()] for key in COMPARED}
+        lengths, *others = COMPARED
+        columns = [lengths, *(key for key in others if len(set(found[key])) > 1)]
+        # A name or a figure that is cut tells nothing; on a narrow terminal the longest are folded instead.
+        table = Table(*(Column(heading, overflow="fold") for heading in ("run", *(COMPARED[key] for key in columns))))
+        for name, *values in zip(self._runs, *(found[key] for key in columns), strict=True):
+            table.add_row(name, *values)
         console = Console()
         console.print(table)
+        shared = [f"{COMPARED[key]} {found[key][0]}" for key in others if key not in columns and found[key][0]]
+        if shared:
+            console.print(f"all: {', '.join(shared)}".replace("\n", " "))
         speeds = {name: summary["speedup"] for name, summary in self._runs.items() if "speedup" in summary}
         if speeds:
             fastest = max(speeds, key=lambda name: speeds[name])

@@ -8,12 +8,14 @@ import pytest
 
 from conf import InputError
 from conf.cli import choices
+from data.target import Target
 from serve_export.check import STITCHED
 from serve_export.engines import NOWHERE, OFFERS, OWN, STACKS, Place, offer_for, stacks_for
 from serve_export.formats import FORMATS
 from serve_export.source import Source
 from tests.families import NAMES
 from tests.serve_export.exports import drafter_of
+from train.drafters.base import Drafter
 
 PLACE = Place("org/target", "outputs/head", 3)
 EVERYWHERE: dict[str, set[str]] = {
@@ -30,7 +32,11 @@ EVERYWHERE: dict[str, set[str]] = {
 
 def source_of(tiny_target: Any, family: str, **settings: Any) -> Source:
     target = tiny_target("llama")
-    return Source(drafter_of(family, target, **settings).to_serving(), target, "float32", 3)
+    return source_from(drafter_of(family, target, **settings), target)
+
+
+def source_from(drafter: Drafter, target: Target) -> Source:
+    return Source(drafter.to_serving(), target, "float32", 3)
 
 
 def test_table_names_what_exists() -> None:
@@ -41,9 +47,12 @@ def test_table_names_what_exists() -> None:
 
 @pytest.mark.parametrize("family", NAMES)
 def test_every_family_goes_to_some_engine_or_says_why_not(tiny_target: Any, family: str) -> None:
-    source = source_of(tiny_target, family)
+    target = tiny_target("llama")
+    drafter = drafter_of(family, target)
+    source = source_from(drafter, target)
     found = stacks_for(source)
     assert "hf" in found  # our own format takes everything
+    assert drafter.stack in found and (drafter.stack == "hf") == (found == ["hf"])  # what `eval` says comes next
     if found == ["hf"] and ("hf", source.servable.architecture) not in OFFERS:
         assert source.servable.architecture in NOWHERE
     if family in EVERYWHERE:

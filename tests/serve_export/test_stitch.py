@@ -27,7 +27,8 @@ def test_trained_layer_goes_back_into_its_target(launcher: Launcher, tmp_path: P
     argv += [f"target.path={folder}", "corpus.path=talk.jsonl", "drafter=mtp", "drafter.native=true", "output_dir=run"]
     launcher("train", [*argv, "drafter.draft_vocab_size=null"], tmp_path).succeeded()
     options = ["corpus=jsonl", "corpus.path=talk.jsonl", "max_tokens=12", "plain_prompts=2"]
-    launcher("eval", ["checkpoint=run", "output_dir=eval", *options], tmp_path).succeeded()
+    done = launcher("eval", ["checkpoint=run", "output_dir=eval", *options], tmp_path).succeeded()
+    assert "stack=target" in done.out  # the command that comes next
     summary = json.loads((tmp_path / "eval" / "summary.json").read_text())
     assert summary["outputs_equal_to_plain"] == 2 and summary["rounds_differing_from_walk"] == []
     launcher("serve_export", ["checkpoint=run", "stack=target", "output_dir=new"], tmp_path).succeeded()

@@ -86,15 +86,28 @@ class Served:
         assert result["engine_version"] == VERSION
         return result
 
-    def plain(self, request: dict[str, Any]) -> dict[str, Any]:
-        """vLLM without a drafter: once for all drafters that are asked the same."""
-        request = {**request, "speculative": None}
+    def serve(self, name: str, decoded: Decoded, target: str, speculative: Any) -> tuple[dict[str, Any], list[Any]]:
+        """The same prompts with vLLM, in the same dtype: the record of both sides, and what vLLM answers."""
+        engine = self.vllm(name, self.request(decoded, target, speculative))
+        return self.record(name, decoded.summary, engine), engine["tokens"]
+
+    def request(self, decoded: Decoded, target: str, speculative: Any) -> dict[str, Any]:
+        summary = decoded.summary
+        return {
+            "target": target, "speculative": speculative, "prompts": decoded.prompts,
+            "max_tokens": summary["max_tokens"], "dtype": summary["dtype"],
+        }  # fmt: skip
+
+    def plain(self, decoded: Decoded, target: str) -> list[Any]:
+        """What vLLM answers without a drafter: asked once for all drafters of the same prompts."""
+        request = self.request(decoded, target, None)
         name = f"plain-{hashlib.sha256(json.dumps(request).encode()).hexdigest()[:8]}"
         result = OUTPUT / f"{name}.result.json"
         with FileLock(OUTPUT / f".{name}.lock"):
-            return json.loads(result.read_text()) if result.exists() else self.vllm(name, request)
+            found = json.loads(result.read_text()) if result.exists() else self.vllm(name, request)
+        return list(found["tokens"])
 
-    def record(self, name: str, ours: dict[str, Any], engine: dict[str, Any], **more: Any) -> dict[str, Any]:
+    def record(self, name: str, ours: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
         """Add one drafter to summary.json. Engines count the rounds that had drafts."""
         rounds, drafting = engine["num_rounds"], ours["num_rounds"] / ours["rounds_drafting"]
         row = {
@@ -106,7 +119,6 @@ class Served:
             "prompts": ours["prompts"],
             "dtype": ours["dtype"],
             "engine_version": engine["engine_version"],
-            **more,
         }
         (OUTPUT / "rows" / f"{name}.json").write_text(json.dumps(row))
         rows = {path.stem: json.loads(path.read_text()) for path in sorted((OUTPUT / "rows").glob("*.json"))}

@@ -39,7 +39,7 @@ def trained(served: Any, name: str, target: str, *options: str) -> str:
     return str(folder)
 
 
-def require_equal_text(served: Any, target: str, prompts: list[Any], ours: list[Any], theirs: list[Any]) -> None:
+def require_equal_text(target: str, prompts: list[Any], ours: list[Any], theirs: list[Any]) -> None:
     """The same tokens; where they part, the target must find two of them equally likely (to 1e-4)."""
     from data.target import Target, TargetConfig
 
@@ -69,15 +69,12 @@ def serve(
     else:
         prompts = [] if is_full() else SHORT
         decoded = served.evaluate(name, *arguments, "dtype=float32", f"num_draft_tokens={K}", *prompts)
-    request = {
-        "target": target, "prompts": decoded.prompts, "max_tokens": decoded.summary["max_tokens"], "dtype": "float32",
-    }  # fmt: skip
-    engine = served.vllm(name, {**request, "speculative": speculative})
-    plain = served.plain(request)
-    require_equal_text(served, target, decoded.prompts, plain["tokens"], engine["tokens"])
+    row: dict[str, Any]
+    row, answers = served.serve(name, decoded, target, speculative)
+    plain = served.plain(decoded, target)
+    require_equal_text(target, decoded.prompts, plain, answers)
     if same_text:
-        require_equal_text(served, target, decoded.prompts, plain["tokens"], decoded.answers)
-    row: dict[str, Any] = served.record(name, decoded.summary, engine)
+        require_equal_text(target, decoded.prompts, plain, decoded.answers)
     assert row["engine"] == pytest.approx(row["ours"], rel=0.02)
     assert row["joint_rates_engine"] == pytest.approx(row["joint_rates_ours"], abs=0.02)
     return row

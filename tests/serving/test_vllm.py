@@ -1,28 +1,39 @@
 """The acceptance length that we report is the one that real vLLM delivers, head by head."""
 
+import hashlib
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+
+from serve_export import doctor
+from tests.serve_export.broken_heads import (
+    BROKEN,
+    Fault,
+    absolute_d2t,
+    model_prefix,
+    nested_only,
+    no_rope_theta,
+    rewrite,
+)
 
 
 def evaluate_and_serve(served: Any, name: str, checkpoint: str, dtype: str, overrides: list[str]) -> dict[str, Any]:
-    """Decode in `dtype` with our decoder, export, serve with vLLM on the same prompts; the record of both."""
+    """Decode in `dtype` with our decoder, export, and serve what was exported; the record of both."""
     decoded = served.evaluate(name, f"checkpoint={checkpoint}", f"dtype={dtype}", *overrides)
     target, speculative = served.export(f"{name}-export", checkpoint, "stack=vllm", f"dtype={dtype}")
     speculative["num_speculative_tokens"] = decoded.summary["num_draft_tokens"]
-    request = {
-        "target": target, "speculative": speculative, "prompts": decoded.prompts,
-        "max_tokens": decoded.summary["max_tokens"], "dtype": dtype,
-    }  # fmt: skip
-    return served.record(name, decoded.summary, served.vllm(name, request))
+    row: dict[str, Any]
+    row, _ = served.serve(name, decoded, target, speculative)
+    return row
 
 
 @pytest.mark.serving
 def test_vllm_delivers_the_acceptance_length_that_we_report(served: Any, checkpoint: str) -> None:
-    row = evaluate_and_serve(served, "eagle3", checkpoint, "bfloat16", [])
+    row = evaluate_and_serve(served, "eagle3-bf16", checkpoint, "bfloat16", [])
     assert row["ours"] > 1.1  # a head that drafts nothing right would agree with anything
     assert row["engine"] == pytest.approx(row["ours"], rel=0.02)
 
@@ -80,24 +91,41 @@ def greedy_conversation() -> dict[str, Any]:
 @pytest.mark.serving_heads
 def test_a_mended_head_is_accepted_as_before(served: Any, checkpoint: str, smollm2_folder: str) -> None:
     """Absolute ids in d2t, no list of layers at the top, no rotary base, `model.` before every name: vLLM stops at this
-    folder, or accepts nothing. The doctor's copy of it reaches what the head reaches."""
-    served.export("sick", checkpoint, "stack=vllm", "dtype=float32")
-    sick = served.output / "sick"
-    config, tensors = json.loads((sick / "config.json").read_text()), load_file(sick / "model.safetensors")
-    for key in ("eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "rope_theta", "rope_scaling"):
-        del config[key]
-    tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-    named = {name if name in ("d2t", "t2d") else f"model.{name}": tensor for name, tensor in tensors.items()}
-    (sick / "config.json").write_text(json.dumps(config))
-    save_file(named, str(sick / "model.safetensors"))
+    folder, or accepts nothing. The doctor's copy of it reaches what the head reaches; so does that of every other
+    broken head that can be mended, for it is the same copy."""
+    served.export("healthy", checkpoint, "stack=vllm", "dtype=float32")
+    sick = broken(served.output, "sick", nested_only, no_rope_theta, absolute_d2t, model_prefix)
     mended = served.output / "mended"
     served.command("serve_export", f"doctor={sick}", f"target_path={smollm2_folder}", f"output_dir={mended}")
     short = ["corpus.max_conversations=12", "max_tokens=64"]
     decoded = served.evaluate("mended", f"checkpoint={checkpoint}", "dtype=float32", *short)
     speculative = {"method": "eagle3", "model": str(mended), "num_speculative_tokens": 3}
-    request = {
-        "target": smollm2_folder, "speculative": speculative, "prompts": decoded.prompts, "max_tokens": 64,
-        "dtype": "float32",
-    }  # fmt: skip
-    row = served.record("mended", decoded.summary, served.vllm("mended", request))
+    row, _ = served.serve("mended", decoded, smollm2_folder, speculative)
     assert row["engine"] == pytest.approx(row["ours"], rel=0.02)
+    for fault in (fault for fault, _, mendable in BROKEN if mendable):
+        _, patient = doctor.examine(doctor.read(broken(served.output, "other", fault), smollm2_folder))
+        copy = emptied(served.output / "other-mended")
+        assert doctor.write(patient, copy) == []
+        assert contents(copy) == contents(mended), fault.__name__
+
+
+def emptied(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+def broken(output: Path, name: str, *faults: Fault) -> Path:
+    """A copy of the healthy head that is so no more."""
+    folder = emptied(output / name)
+    for file in ("model.safetensors", "config.json"):
+        shutil.copy2(output / "healthy" / file, folder / file)
+    for fault in faults:
+        rewrite(folder, fault)
+    return folder
+
+
+def contents(folder: Path) -> tuple[str, dict[str, Any]]:
+    """What engines read of a head: its tensors' file and its config."""
+    weights = (folder / "model.safetensors").read_bytes()
+    return hashlib.sha256(weights).hexdigest(), json.loads((folder / "config.json").read_text())

@@ -182,6 +182,8 @@ class Drafter(nn.Module, Proposer):
     """The longest path that it can draft; None: any."""
     drafts_untrained: bool = False
     """Whether it is of use before any training (a draft model off the shelf)."""
+    stack: str = "vllm"
+    """The stack (conf/stack) to export it for first; "hf" where no engine has a place for it."""
 
     @abstractmethod
     def loss(self, batch: Batch, features: TargetFeatures) -> DraftLoss:

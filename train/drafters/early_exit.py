@@ -70,6 +70,7 @@ class EarlyExit(Reader):
 
     settings: EarlyExitConfig
     drafts_untrained = True
+    stack = "hf"
 
     def __init__(self, settings: EarlyExitConfig, target: TargetParts, draft_to_target_ids: Tensor) -> None:
         super().__init__(settings, target, draft_to_target_ids)

@@ -59,6 +59,7 @@ class Medusa2(Medusa):
     """The heads and the adapters."""
 
     settings: Medusa2Config
+    stack = "target"
 
     def __init__(self, settings: Medusa2Config, target: TargetParts, draft_to_target_ids: Tensor) -> None:
         super().__init__(settings, target, draft_to_target_ids)

@@ -51,6 +51,7 @@ class Mtp(FedBackDrafter):
     """The module. Names as in MiMo's checkpoints."""
 
     settings: MtpConfig
+    stack = "hf"
 
     def __init__(self, settings: MtpConfig, target: TargetParts, draft_to_target_ids: Tensor) -> None:
         super().__init__(settings, target, draft_to_target_ids)

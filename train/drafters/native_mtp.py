@@ -63,6 +63,7 @@ class NativeMtp(FedBackDrafter):
     """The module, as transformers names its parts."""
 
     drafts_untrained = True
+    stack = "target"
 
     def __init__(self, settings: FedBackConfig, target: TargetParts, draft_to_target_ids: Tensor) -> None:
         """Read it from the target's folder.

@@ -45,12 +45,14 @@ class SuffixTree:
         """Add `token`, which came after `recent` (the last tokens of its sequence, max_tree_depth - 1 of them)."""
         for length in range(len(recent) + 1):
             context = tuple(recent[len(recent) - length :])
+            string = (*context, token)
+            count = self._counts.get(string, 0) + 1
             if length:
-                self._raise(context, token)
-            self._counts[*context, token] = self._counts.get((*context, token), 0) + 1
+                self._rank(context, token, count)
+            self._counts[string] = count
 
-    def _raise(self, context: tuple[int, ...], token: int) -> None:
-        """Move `token` among the children of `context`, before its count grows by one.
+    def _rank(self, context: tuple[int, ...], token: int, count: int) -> None:
+        """Move `token` among the children of `context`, as it has now occurred there `count` times.
 
         A new token is the last. A known one that reaches or passes the token before it goes before all tokens that are
         as frequent as that one.
@@ -63,7 +65,7 @@ class SuffixTree:
         if at == 0:
             return
         before = self._counts[*context, children[at - 1]]
-        if before <= self._counts[*context, token] + 1:
+        if before <= count:
             first = next(i for i, child in enumerate(children) if self._counts[*context, child] == before)
             children.insert(first, children.pop(at))
 
