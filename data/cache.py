@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
+
+from data.recurrent import Passage, RunningState
 
 
 class KVBuffer:
@@ -105,6 +107,7 @@ class TargetCache(Cache):  # type: ignore[misc]
         self.capacity, self.static = capacity, static
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self._buffers: dict[int, KVBuffer] = {}
+        self._states: dict[int, RunningState] = {}
         self._slots: Slots | None = None
         self._positions: Tensor | None = None  # (B, capacity) int64, of the tokens in slots after the committed ones
 
@@ -139,9 +142,15 @@ class TargetCache(Cache):  # type: ignore[misc]
         buffer = self._buffers.setdefault(layer_idx, KVBuffer(self.capacity))
         return buffer.write(key_states, value_states, self._slots)
 
+    def enter(self, layer_idx: int, mixer: nn.Module, rows: Tensor) -> Passage:
+        """(B, M, D) hidden states of the announced step enter a layer with a running state; returns its cache."""
+        return self._states.setdefault(layer_idx, RunningState(mixer)).enter(rows)
+
     def commit(self, counts: Tensor) -> None:
         """The first `counts` (B,) rows of the last step belong to the text."""
         self.lengths = self.lengths + counts
+        for state in self._states.values():
+            state.commit(counts)
 
     def fork(self) -> "TargetCache":
         """The same keys and values for who runs ahead of the text: what it writes after the committed rows is
@@ -164,6 +173,8 @@ class TargetCache(Cache):  # type: ignore[misc]
         self._positions = None if self._positions is None else self._positions[sequences]
         for buffer in self._buffers.values():
             buffer.keep(sequences)
+        for state in self._states.values():
+            state.keep(sequences)
 
 
 def step_mask(lengths: Tensor, num_rows: int, end: int) -> Tensor:

@@ -5,7 +5,8 @@ The target runs through this, and so does a draft model; gradients flow where th
 batch, T = tokens, M = rows of one step, D = hidden size, A = auxiliary layers, L = slots of a cache.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -18,6 +19,10 @@ from conf import InputError
 from data.batch import Batch, TargetFeatures, Wants
 from data.cache import TargetCache, step_mask, tree_mask
 from data.layer_inputs import LayerInputs
+from data.recurrent import mixers
+
+PADDED_TO = 128
+"""Documents that have to run alone are padded to a multiple of so many rows: few shapes, few kernels."""
 
 
 class Decoder:
@@ -37,7 +42,13 @@ class Decoder:
         settings = model.config.get_text_config()
         self.layers = _find_layers(self.module, settings.num_hidden_layers)
         self._inputs = LayerInputs([*self.layers, self._norm()])
+        self._mixers = mixers(self.layers, getattr(settings, "layer_types", None) or [])
         self._has_windows = getattr(settings, "sliding_window", None) is not None
+
+    @property
+    def can_forget(self) -> bool:
+        """Whether rows can be taken back, or run in trees, one by one: where all memory is a list of keys."""
+        return not self._mixers
 
     @property
     def final_norm(self) -> Tensor:
@@ -56,25 +67,36 @@ class Decoder:
         Returns:
             Features of (B, T) rows in the model's dtype; those of padding are arbitrary.
         """
-        shape = batch.input_ids.shape
+        shape, ids = batch.input_ids.shape, batch.input_ids.view(-1)
         # All packs end to end: document borders are all that separates them, padding included.
         borders = _borders(batch)
-        positions = torch.cat([torch.arange(b - a) for a, b in pairwise(borders)]).to(batch.input_ids.device)
+        if self._mixers:  # a running state knows no borders
+            parts = [self._alone(ids[start:end], wants) for start, end in pairwise(borders)]
+        else:
+            parts = [self._documents(ids, borders, wants)]
+        last = [part.last_hidden_state for part in parts if part.last_hidden_state is not None]
+        return TargetFeatures(
+            aux_hidden_states=torch.cat([part.aux_hidden_states for part in parts], dim=1).view(*shape, -1),
+            last_hidden_state=torch.cat(last, dim=1).view(*shape, -1) if last else None,
+        )
+
+    def _alone(self, ids: Tensor, wants: Wants) -> TargetFeatures:
+        """Features (1, rows, ...) of one document. What pads it comes after it, where it does not look."""
+        rows = len(ids)
+        found = self._documents(nn.functional.pad(ids, (0, -rows % PADDED_TO)), None, wants)
+        last = found.last_hidden_state
+        return TargetFeatures(found.aux_hidden_states[:, :rows], None if last is None else last[:, :rows])
+
+    def _documents(self, ids: Tensor, borders: list[int] | None, wants: Wants) -> TargetFeatures:
+        """Features (1, rows, ...) of (rows,) ids; `borders` separate documents, None: there is one."""
+        each = pairwise(borders or [0, len(ids)])
+        positions = torch.cat([torch.arange(end - start) for start, end in each]).to(ids.device)
+        separated = {} if borders is None else {"cu_seq_lens_q": torch.tensor(borders)}
         last_hidden_state = None
         with self._inputs.recording(wants, stop_early=True):
-            output = self.module(
-                input_ids=batch.input_ids.view(1, -1),
-                position_ids=positions[None],
-                use_cache=False,
-                cu_seq_lens_q=torch.tensor(borders),
-            )
+            output = self.module(input_ids=ids[None], position_ids=positions[None], use_cache=False, **separated)
             last_hidden_state = output.last_hidden_state
-        features = self._inputs.features(last_hidden_state, wants)
-        last = features.last_hidden_state
-        return TargetFeatures(
-            aux_hidden_states=features.aux_hidden_states.view(*shape, -1),
-            last_hidden_state=None if last is None else last.view(*shape, -1),
-        )
+        return self._inputs.features(last_hidden_state, wants)
 
     def step(
         self,
@@ -98,7 +120,14 @@ class Decoder:
 
         Returns:
             last_hidden_state (B, M, D) after the final norm (None if stopped before), and the features.
+
+        Raises:
+            InputError: for trees, in a model with a running state.
         """
+        if not self.can_forget:
+            if visible is not None:
+                raise InputError(f"{type(self.model).__name__} has linear attention, which reads no trees: draft=chain")
+            assert not written  # drafters of layers that cannot forget are refused
         batch, num_rows = input_ids.shape
         if visible is None:
             depth = written + torch.arange(num_rows, device=input_ids.device).expand(batch, -1)
@@ -112,7 +141,7 @@ class Decoder:
             mask = tree_mask(cache.lengths, visible, slots.end)
         windowed = {"distance": cache.distances(positions, slots)} if self._has_windows else {}
         last_hidden_state = None
-        with self._inputs.recording(wants, stop_early):
+        with self._inputs.recording(wants, stop_early), self._running(cache):
             output = self.module(
                 input_ids=input_ids,
                 position_ids=positions,
@@ -124,6 +153,25 @@ class Decoder:
             last_hidden_state = output.last_hidden_state
         features = self._inputs.features(last_hidden_state, wants)
         return last_hidden_state, replace(features, cache=cache)
+
+    @contextmanager
+    def _running(self, cache: TargetCache) -> Iterator[None]:
+        """Give layers with a running state their part of the cache while the context is open."""
+
+        def enter(number: int, mixer: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+            return {**kwargs, "cache": cache.enter(number, mixer, kwargs["hidden_states"])}
+
+        handles = [
+            mixer.register_forward_pre_hook(
+                lambda module, args, kwargs, number=number: (args, enter(number, module, kwargs)), with_kwargs=True
+            )
+            for number, mixer in self._mixers.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 @dataclass(frozen=True)

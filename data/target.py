@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from conf import InputError, config
-from data import attention, mimo, wheel_target
+from data import attention, mimo, recurrent, wheel_target
 from data.batch import Batch, TargetFeatures, Wants
 from data.cache import TargetCache
 from data.decoder import Decoder, TargetParts
@@ -79,6 +79,8 @@ class Target:
         self.model.to(self.device)
         self.decoder = Decoder(self.model)
         if target_config.compile:
+            if not self.decoder.can_forget:
+                raise InputError(f"target {target_config.name} has linear attention: set target.compile=false")
             for layer in self.decoder.layers:  # not layer.compile(): hooks stay outside
                 layer.forward = torch.compile(layer.forward, dynamic=True)
         self._require_plain_layers()
@@ -183,9 +185,9 @@ class Target:
         return nn.functional.linear(last_hidden_state.contiguous(), self.lm_head)
 
     def _require_plain_layers(self) -> None:
-        """Refuse layers whose memory is no list of keys: packed documents would leak, drafts could not be forgotten."""
+        """Refuse layers whose memory is unknown: packed documents would leak, drafts could not be forgotten."""
         kinds = getattr(self.hf_config, "layer_types", None) or []
-        unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+        unknown = sorted(set(kinds) - {"full_attention", "sliding_attention", recurrent.KIND})
         if unknown:
             raise InputError(f"target {self.target_config.name} has {', '.join(unknown)} layers: not supported yet")
 

@@ -35,6 +35,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+RUNNING_STATE = ("qwen3_5_text", "qwen3_next")
+MIXTURES = ("qwen3_moe", "qwen3_next")
+
+
 def save_tiny_model(folder: Path, family: str = "llama", seed: int = 0, **overrides: Any) -> Path:
     """A random causal LM of `family` with the byte tokenizer, saved as a Hugging Face folder (float32)."""
     shape: dict[str, Any] = {
@@ -48,6 +52,12 @@ def save_tiny_model(folder: Path, family: str = "llama", seed: int = 0, **overri
     if family == "gemma3_text":  # every other layer sees a window that these tests' texts exceed
         kinds = ["sliding_attention", "full_attention"] * 4
         shape |= {"sliding_window": 9, "layer_types": kinds[: overrides.get("num_hidden_layers", 8)]}
+    if family in RUNNING_STATE:  # three of four layers have a running state, the last one keys and values
+        shape |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+                  "linear_value_head_dim": 8}  # fmt: skip
+    if family == "qwen3_next":
+        shape |= {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2,
+                  "shared_expert_intermediate_size": 24}  # fmt: skip
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**(shape | overrides)), dtype=torch.float32)
     model.generation_config.eos_token_id = shape["eos_token_id"]
@@ -81,7 +91,7 @@ def tiny_target(tiny_folder: Callable[..., Path]) -> Callable[..., Any]:
             name=f"tiny-{family}", path=str(folder), revision=None, dtype="float32", chat_template_kwargs={},
             trust_remote_code=False, compile=False,
         )  # fmt: skip
-        if not (family.endswith("_moe") and dtype == torch.float64):
+        if not (family in MIXTURES and dtype == torch.float64):
             return Target(settings, dtype)
         target = Target(settings, torch.float32)
         target.model.set_experts_implementation("eager")  # the grouped kernels know no float64

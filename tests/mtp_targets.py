@@ -23,11 +23,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "mimo": {},
     "qwen3_5_text": {"layer_types": ["full_attention"] * (LAYERS + 1)},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"] * 2},
 }  # fmt: skip
+OF_QWEN = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight", "norm.weight")
 AROUND = {
     "glm4_moe": ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"),
     "mimo": ("token_layernorm.weight", "hidden_layernorm.weight", "input_proj.weight", "final_layernorm.weight"),
-    "qwen3_5_text": ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight", "norm.weight"),
+    "qwen3_5_text": OF_QWEN,
+    "qwen3_next": OF_QWEN,
 }
 Mtp = dict[str, Tensor]
 
@@ -43,7 +46,7 @@ def save_mtp_target(folder: Path, family: str) -> Mtp:
     generator = torch.Generator().manual_seed(1)
     norms = [torch.rand(WIDTH, generator=generator) + 0.5 for _ in range(3)]
     projection = 0.2 * torch.randn(WIDTH, 2 * WIDTH, generator=generator)
-    place = {"qwen3_5_text": "mtp.", "mimo": "model.mtp_layers.0."}.get(family, last)
+    place = "mtp." if qwen else {"mimo": "model.mtp_layers.0."}.get(family, last)
     mtp = {place + name: part for name, part in zip(names, (*norms[:2], projection, norms[2]), strict=True)}
     block = "mtp.layers.0." if qwen else place
     mtp |= {name.replace(last, block): part for name, part in tensors.items() if name.startswith(last)}

@@ -19,9 +19,10 @@ from train.checkpoint import load_drafter
 OF_EAGLE3 = ("drafter=", "drafter.train_lm_head", "drafter.draft_vocab_size")
 
 
-def test_trained_layer_goes_back_into_its_target(launcher: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+def test_trained_layer_goes_back_into_its_target(launcher: Launcher, tmp_path: Path, family: str) -> None:
     folder = tmp_path / "target"
-    mtp = save_mtp_target(folder, "qwen3_5_text")
+    mtp = save_mtp_target(folder, family)
     write_corpus(tmp_path / "talk.jsonl", 12)
     argv = [argument for argument in TINY if not argument.startswith(OF_EAGLE3)]
     argv += [f"target.path={folder}", "corpus.path=talk.jsonl", "drafter=mtp", "drafter.native=true", "output_dir=run"]

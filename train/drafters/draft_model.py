@@ -26,7 +26,7 @@ from data.decoder import Decoder, TargetParts
 from train.drafters.base import DraftState, Servable
 from train.drafters.distilled import DistilledConfig
 from train.drafters.flops import decoder_flops
-from train.drafters.reader import Reader
+from train.drafters.reader import Reader, require_forgetting
 from train.drafters.serial import Ancestry
 
 
@@ -100,6 +100,7 @@ class DraftModel(Reader):
         self.model: Any = model
         self._whole_vocabulary = len(draft_to_target_ids) == len(self._base().get_output_embeddings().weight)
         self._decoder = Decoder(self._base())
+        require_forgetting(self._decoder, "draft model")
 
     def _base(self) -> Any:
         return self.model if self.settings.lora_rank is None else self.model.get_base_model()

@@ -23,7 +23,7 @@ from train.drafters.base import DraftState, Servable
 from train.drafters.distilled import DistilledConfig
 from train.drafters.flops import linear_flops
 from train.drafters.layers import RMSNorm
-from train.drafters.reader import Reader
+from train.drafters.reader import Reader, require_forgetting
 from train.drafters.serial import Ancestry
 
 
@@ -42,7 +42,7 @@ class EarlyExitConfig(DistilledConfig):
         """Make the untrained adapter; see DrafterConfig.build.
 
         Raises:
-            ValueError: if the target has no layer after `exit_layer`.
+            ValueError: if the target has no layer after `exit_layer`, or layers that cannot forget drafts.
         """
         return EarlyExit(self, target, draft_to_target_ids)
 
@@ -78,6 +78,7 @@ class EarlyExit(Reader):
         self.exit_layer = settings.exit_layer or max(1, num_layers // 3)
         if self.exit_layer >= num_layers:
             raise ValueError(f"drafter.exit_layer={self.exit_layer}: the target has only {num_layers} layers")
+        require_forgetting(target.decoder, "target")
         self.wants = Wants(aux_layers=(self.exit_layer,), last_hidden_state=True)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.init_seed)

@@ -12,7 +12,7 @@ the tensors the names that they came under, so that they can be put back and not
 Families, by the names in the target's folder:
 
     layers.N.*    DeepSeek-V3, GLM-4-MoE and what else transformers knows (`MtpModel`)     [embedding; state]
-    mtp.*         Qwen3.5 and Qwen3-Next, dense                                            [embedding; state]
+    mtp.*         Qwen3.5 and Qwen3-Next, dense and with experts                           [embedding; state]
     model.mtp_layers.0.*   MiMo                                                            [state; embedding]
 
 MiMo's first row of a text reads no embedding, in vLLM as in its own code.
@@ -21,6 +21,7 @@ Shape letters as in `train.drafters.base`; R = flattened rows B * T.
 """
 
 import copy
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ OF_MIMO = {
     "model.mtp_layers.0.final_layernorm.": "post_norm.",
     "model.mtp_layers.0.": "mtp_block.",
 }
+EXPERT = re.compile(r"(?P<block>.*\.experts\.)(?P<number>\d+)\.(?P<part>gate|up|down)_proj\.weight")
+"""One matrix of one expert, as folders have them; transformers' layers hold those of all experts in two tensors."""
 FAMILIES = {"qwen3_5": OF_QWEN, "qwen3_next": OF_QWEN, "mimo": OF_MIMO}
 """For the families whose folders transformers cannot read itself: how their names begin there, the first that fits ->
 how they begin in transformers' `MtpLayer`."""
@@ -77,7 +80,8 @@ class NativeMtp(FedBackDrafter):
         self.wants = Wants(aux_layers=before_norm, last_hidden_state=True)
         # In a tuple: the target's modules are not this module's, to be moved or saved with it.
         self._of_target = (target.decoder.model, target.decoder.module.rotary_emb)
-        self.mtp: Any = native_layer(target).float().requires_grad_(True).train()
+        layer, self._stored = native_layer(target)
+        self.mtp: Any = layer.float().requires_grad_(True).train()
 
     def fuse(self, features: TargetFeatures) -> Tensor:
         """See FedBackDrafter.fuse."""
@@ -124,7 +128,7 @@ class NativeMtp(FedBackDrafter):
             architecture="native_mtp",
             tensors={"draft_to_target_ids": self.draft_to_target_ids},
             config={"model_type": self.mtp.config.model_type},
-            target_tensors=native_names(self._of_target[0], self.mtp.state_dict()),
+            target_tensors=native_names(self._of_target[0], self.mtp.state_dict(), self._stored),
         )
 
 
@@ -138,8 +142,9 @@ def _of_some_rows(attend: Attend, queries: Tensor) -> Attend:
     return attend_all
 
 
-def native_layer(target: TargetParts) -> Any:
-    """The target's own first MTP layer, as a `transformers.modeling_layers.MtpLayer`.
+def native_layer(target: TargetParts) -> tuple[Any, frozenset[str]]:
+    """The target's own first MTP layer, as a `transformers.modeling_layers.MtpLayer`, and the names of its tensors in
+    the folder where this module reads them itself.
 
     Raises:
         InputError: if it has none, or of an unknown kind.
@@ -148,7 +153,7 @@ def native_layer(target: TargetParts) -> Any:
     text = model.config.get_text_config()
     names = _names(text)
     if names is not None:
-        return _from_folder(target, model, text, names)
+        return _from_folder(target, text, names)
     if getattr(text, "num_mtp_layers", None) is None:
         raise InputError(
             f"target {text.model_type} has no MTP layer of its own (no num_nextn_predict_layers in its config); "
@@ -157,34 +162,36 @@ def native_layer(target: TargetParts) -> Any:
     if getattr(text, "chain_hidden_post_norm", None) is not None:
         raise InputError(f"the MTP layers of {text.model_type} share a norm of their own kind: not supported yet")
     try:
-        return MtpModel.from_pretrained(model).layers[0]
+        return MtpModel.from_pretrained(model).layers[0], frozenset()
     except (RuntimeError, OSError, ValueError) as error:
         raise InputError(f"the MTP layer of {target.path} cannot be read: {error}") from error
 
 
-def native_names(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def native_names(model: Any, state: dict[str, Tensor], stored: frozenset[str]) -> dict[str, Tensor]:
     """`MtpLayer` state -> tensors as the target's folder has them.
 
     Args:
         model: the target, as loaded from that folder: it knows how its experts were merged.
         state: of the layer.
+        stored: see `native_layer`.
     """
     text = model.config.get_text_config()
     names = _names(text)
     if names is not None:
         back = {new: old for old, new in names.items()}
-        return {
+        found = {
             next(old + name.removeprefix(new) for new, old in back.items() if name.startswith(new)): tensor
             for name, tensor in state.items()
         }
+        return _split(found) if any(EXPERT.match(name) for name in stored) else found
     place = f"{model.base_model_prefix}.layers.{text.num_hidden_layers}."
     around = {"post_norm.": "shared_head.norm."}
     named = {}
     for name, tensor in state.items():
         ours = next((new + name.removeprefix(old) for old, new in around.items() if name.startswith(old)), name)
         named[place + ours.removeprefix("mtp_block.")] = tensor
-    found: dict[str, Tensor] = revert_weight_conversion(model, named)
-    return found
+    reverted: dict[str, Tensor] = revert_weight_conversion(model, named)
+    return reverted
 
 
 def _names(text: Any) -> dict[str, str] | None:
@@ -203,7 +210,35 @@ def _part(path: str, names: dict[str, str]) -> dict[str, Tensor]:
     return found
 
 
-def _from_folder(target: TargetParts, model: Any, text: Any, names: dict[str, str]) -> Any:
+def _merged(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Experts one by one -> all of them side by side, (experts, 2 I, D) and (experts, D, I)."""
+    apart = {name: match for name in stored if (match := EXPERT.match(name))}
+    found = {name: tensor for name, tensor in stored.items() if name not in apart}
+    experts: dict[str, dict[str, dict[int, Tensor]]] = {}
+    for name, match in apart.items():
+        parts = experts.setdefault(match["block"], {"gate": {}, "up": {}, "down": {}})
+        parts[match["part"]][int(match["number"])] = stored[name]
+    for block, parts in experts.items():
+        gate, up, down = (torch.stack([part[number] for number in sorted(part)]) for part in parts.values())
+        found |= {f"{block}gate_up_proj": torch.cat([gate, up], dim=1), f"{block}down_proj": down}
+    return found
+
+
+def _split(merged: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The way back."""
+    found = {}
+    for name, tensor in merged.items():
+        if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            found[name] = tensor
+            continue
+        block, _, matrix = name.rpartition(".")
+        parts = tensor.chunk(2, dim=1) if matrix == "gate_up_proj" else (tensor,)
+        for part, of_all in zip(("gate", "up") if len(parts) == 2 else ("down",), parts, strict=True):
+            found |= {f"{block}.{number}.{part}_proj.weight": own for number, own in enumerate(of_all)}
+    return found
+
+
+def _from_folder(target: TargetParts, text: Any, names: dict[str, str]) -> tuple[Any, frozenset[str]]:
     one = copy.deepcopy(text)
     one.layer_types, one.num_hidden_layers = ["full_attention"], 1
     one.mtp_hidden_states_first = names is OF_MIMO
@@ -213,6 +248,7 @@ def _from_folder(target: TargetParts, model: Any, text: Any, names: dict[str, st
     stored: dict[str, Tensor] = {}
     for file in sorted(Path(target.path).glob("*.safetensors")):
         stored |= read_safetensors(file, partial(_part, names=names))
+    stored_names, stored = frozenset(stored), _merged(stored)
     wanted = layer.state_dict()
     wrong = sorted(
         name for name in wanted.keys() | stored.keys()
@@ -221,4 +257,4 @@ def _from_folder(target: TargetParts, model: Any, text: Any, names: dict[str, st
     if wrong:
         raise InputError(f"the MTP layer of {target.path} does not fit its config: {', '.join(wrong[:5])}")
     layer.load_state_dict(stored)
-    return layer
+    return layer, stored_names

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from data.batch import Batch, TargetFeatures
+from data.decoder import Decoder
 from train.drafters.base import DraftLoss
 from train.drafters.distilled import DistilledDrafter
 from train.drafters.flops import product_flops
@@ -59,3 +60,16 @@ class Reader(DistilledDrafter):
         logits = self.logits(self.states(batch, features, everywhere))
         best = self.draft_to_target_ids[logits.argmax(dim=-1)].view(batch.input_ids.shape)
         return torch.stack([best.roll(1 - LABEL_OFFSET - k, dims=1) for k in range(num_draft_tokens)], dim=-1)
+
+
+def require_forgetting(decoder: Decoder, whose: str) -> None:
+    """Readers write drafts into the cache that they read the text with.
+
+    Raises:
+        ValueError: if layers of the reader have a state that no draft can be taken back from.
+    """
+    if not decoder.can_forget:
+        raise ValueError(
+            f"the {whose} has linear-attention layers, whose state cannot forget drafts: a draft_model or early_exit "
+            "needs layers with keys and values alone (drafter=mtp, eagle3 or medusa run beside this target)"
+        )
