@@ -211,7 +211,11 @@ def _part(path: str, names: dict[str, str]) -> dict[str, Tensor]:
 
 
 def _merged(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Experts one by one -> all of them side by side, (experts, 2 I, D) and (experts, D, I)."""
+    """Experts one by one -> all of them side by side, (experts, 2 I, D) and (experts, D, I).
+
+    Raises:
+        InputError: if an expert lacks one of its matrices.
+    """
     apart = {name: match for name in stored if (match := EXPERT.match(name))}
     found = {name: tensor for name, tensor in stored.items() if name not in apart}
     experts: dict[str, dict[str, dict[int, Tensor]]] = {}
@@ -219,6 +223,8 @@ def _merged(stored: dict[str, Tensor]) -> dict[str, Tensor]:
         parts = experts.setdefault(match["block"], {"gate": {}, "up": {}, "down": {}})
         parts[match["part"]][int(match["number"])] = stored[name]
     for block, parts in experts.items():
+        if not parts["gate"].keys() == parts["up"].keys() == parts["down"].keys():
+            raise InputError(f"{block}* lacks matrices of some experts: each needs gate_proj, up_proj and down_proj")
         gate, up, down = (torch.stack([part[number] for number in sorted(part)]) for part in parts.values())
         found |= {f"{block}gate_up_proj": torch.cat([gate, up], dim=1), f"{block}down_proj": down}
     return found

@@ -158,6 +158,13 @@ def test_targets_without_such_a_layer_are_refused(tiny_target: Any, with_mtp: An
     save_file(tensors, str(file), metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"MTP layer of .*eh_proj\.weight"):
         drafter_of(target)
+    target, _ = with_mtp("qwen3_next")
+    file = Path(target.folder, "model.safetensors")
+    tensors = load_file(file)
+    del tensors["mtp.layers.0.mlp.experts.2.up_proj.weight"]
+    save_file(tensors, str(file), metadata={"format": "pt"})
+    with pytest.raises(InputError, match="lacks matrices of some experts"):
+        drafter_of(target)
 
 
 @pytest.mark.parametrize("family", list(SHAPES))
