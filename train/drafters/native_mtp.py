@@ -15,7 +15,7 @@ Families, by the names in the target's folder:
     mtp.*         Qwen3.5 and Qwen3-Next, dense and with experts                           [embedding; state]
     model.mtp_layers.0.*   MiMo                                                            [state; embedding]
 
-MiMo's first row of a text reads no embedding, in vLLM as in its own code.
+The first row of a text reads no embedding in vLLM's modules of most families (`READS_NO_FIRST`).
 
 Shape letters as in `train.drafters.base`; R = flattened rows B * T.
 """
@@ -57,6 +57,8 @@ OF_MIMO = {
 }
 EXPERT = re.compile(r"(?P<block>.*\.experts\.)(?P<number>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 """One matrix of one expert, as folders have them; transformers' layers hold those of all experts in two tensors."""
+READS_NO_FIRST = ("deepseek_", "glm", "mimo", "ernie4_5", "hy_v3", "bailing_moe")
+"""How the names of these families begin."""
 FAMILIES = {"qwen3_5": OF_QWEN, "qwen3_next": OF_QWEN, "mimo": OF_MIMO}
 """For the families whose folders transformers cannot read itself: how their names begin there, the first that fits ->
 how they begin in transformers' `MtpLayer`."""
@@ -76,6 +78,7 @@ class NativeMtp(FedBackDrafter):
         """
         super().__init__(settings, target, draft_to_target_ids)
         self._of_mimo = target.config.model_type == "mimo"
+        self._reads_first = not target.config.model_type.startswith(READS_NO_FIRST)
         before_norm = (len(target.decoder.layers),) if self._of_mimo else ()
         self.wants = Wants(aux_layers=before_norm, last_hidden_state=True)
         # In a tuple: the target's modules are not this module's, to be moved or saved with it.
@@ -92,7 +95,7 @@ class NativeMtp(FedBackDrafter):
     ) -> Tensor:
         """See FedBackDrafter.layer."""
         embedded = self.embed(ids, hidden)
-        if self._of_mimo:
+        if not self._reads_first:
             embedded = torch.where(positions[:, None] == 0, 0, embedded)
         token, state = self.mtp.enorm(embedded), self.mtp.hnorm(hidden)
         first_state = getattr(self.mtp.config, "mtp_hidden_states_first", False)  # transformers' own flag

@@ -69,13 +69,13 @@ def drafter_of(target: Target, **changes: Any) -> Any:
 
 def reference(target: Target, drafter: Any, ids: Tensor, states: Tensor) -> Tensor:
     """What the LM head reads after one step, for rows 0..n-2."""
-    positions = torch.arange(ids.shape[1] - 1)[None]
+    positions, embeds = torch.arange(ids.shape[1] - 1)[None], target.embed_tokens[ids[:, 1:]].clone()
     if target.hf_config.model_type in OF_TRANSFORMERS:
         native = MtpModel.from_pretrained(target.model).to(states.dtype)
-        output: Tensor = native.forward_layer(0, states[:, :-1], positions, None, input_ids=ids[:, 1:])
+        embeds[:, 0] = 0  # in vLLM
+        output: Tensor = native.forward_layer(0, states[:, :-1], positions, None, inputs_embeds=embeds)
         return output
-    mtp = drafter.mtp
-    embeds, eps = target.embed_tokens[ids[:, 1:]].clone(), target.hf_config.rms_norm_eps
+    mtp, eps = drafter.mtp, target.hf_config.rms_norm_eps
     of_mimo = target.hf_config.model_type == "mimo"
     if of_mimo:
         embeds[:, 0] = 0
