@@ -92,7 +92,7 @@ test-mutations: $(BIN)/installed  ## every way to spoil an export is caught by `
 	$(BIN)/python -m tests.serve_export.mutations
 
 test-peers: $(BIN)/installed $(PEERS_BIN)/installed  ## speculators and SpecForge read our heads, and we theirs
-	$(BIN)/python -m pytest -m peers tests/serve_export
+	$(BIN)/python -m pytest -m peers -s tests/serve_export tests/serving
 
 test-llama-cpp: $(BIN)/installed $(LLAMA_CPP)/bin/llama-speculative-simple  ## llama.cpp itself drafts with our GGUF head
 	$(BIN)/python -m pytest -m llama_cpp -s tests/serving

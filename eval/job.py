@@ -28,6 +28,7 @@ from train.acceptance import Acceptance, round_walk
 from train.checkpoint import load_drafter
 from train.drafters.base import Drafter, DrafterConfig, DraftPlan, Proposer, require_reach
 from train.progress import ProgressReport
+from train.warm_start import build_from_head
 
 
 @config
@@ -39,7 +40,8 @@ class EvalJob:
     target: TargetConfig | None
     """Only without a checkpoint, which knows its target."""
     drafter: DrafterConfig | None
-    """Only without a checkpoint: one that drafts untrained (ngram, suffix, draft_model)."""
+    """Only without a checkpoint: one that drafts untrained (ngram, suffix, draft_model), or somebody's head
+    (init_from)."""
     target_path: str | None
     """Where the checkpoint's target is now, if not where training found it."""
     trust_remote_code: bool
@@ -129,10 +131,10 @@ def run(composed: DictConfig) -> None:
 
 
 def load_proposer(job: EvalJob) -> tuple[Target, Proposer, str | None]:
-    """Target, drafter and the checkpoint's folder.
+    """Target, drafter and the folder that it comes from.
 
     Raises:
-        InputError: if the job names neither a checkpoint nor a drafter that needs no training.
+        InputError: if the job names neither a checkpoint, nor a head, nor a drafter that needs no training.
     """
     dtype = getattr(torch, job.dtype)
     if job.checkpoint is not None:
@@ -141,16 +143,17 @@ def load_proposer(job: EvalJob) -> tuple[Target, Proposer, str | None]:
         return loaded.target, loaded.drafter, str(loaded.folder)
     if job.target is None or job.drafter is None:
         raise InputError("what to evaluate? checkpoint=RUN, or +target=... with +drafter=ngram, suffix or draft_model")
-    target = Target(job.target, dtype)
-    try:
-        proposer = job.drafter.build(target.parts, torch.arange(target.hf_config.vocab_size))
-    except ValueError as error:  # the drafter's settings do not fit this target
-        raise InputError(str(error)) from error
+    target, head = Target(job.target, dtype), job.drafter.warm_start()
+    proposer = build_from_head(job.drafter, target.parts, lambda: torch.arange(target.hf_config.vocab_size))
     if isinstance(proposer, Drafter):
-        if not proposer.drafts_untrained:
-            raise InputError(f"drafter {job.drafter.name} must be trained first: name checkpoint=RUN")
+        if head is None and not proposer.drafts_untrained:
+            name = job.drafter.name
+            raise InputError(f"drafter {name} must be trained first: name checkpoint=RUN, or drafter.init_from=HEAD")
+        require_reach(proposer, job.draft.num_draft_tokens)
         proposer.requires_grad_(False).eval().to(target.device, dtype)
-    return target, proposer, None
+        changed = proposer.changed_target()
+        target = target if changed is None else target.with_model(changed)
+    return target, proposer, head
 
 
 def decode_all(

@@ -27,7 +27,7 @@ from train.resume import previous_run
 from train.roofline import Usage, matmul_flops_per_second
 from train.tracker import Tracker, TrackerConfig
 from train.validation import Validation
-from train.warm_start import read_head
+from train.warm_start import build_from_head
 
 
 @config
@@ -86,7 +86,7 @@ def run(composed: DictConfig) -> None:
 
 
 def build_drafter(job: TrainJob, target: Target, corpus: PreparedCorpus) -> Drafter:
-    """The untrained drafter, with a draft vocabulary of the corpus's own."""
+    """The drafter before training, with a draft vocabulary of the corpus's own unless it starts from a head."""
     torch.manual_seed(job.seed)
     longest = max(map(len, corpus.validation_prompts), default=0) + job.validation_tokens
     if longest > target.hf_config.max_position_embeddings:
@@ -94,22 +94,13 @@ def build_drafter(job: TrainJob, target: Target, corpus: PreparedCorpus) -> Draf
             f"validation_tokens={job.validation_tokens}: prompt and answer need {longest} tokens, more than the "
             f"target's context of {target.hf_config.max_position_embeddings}"
         )
-    folder = job.drafter.warm_start()
-    head = None if folder is None else read_head(folder, job.drafter.families())
-    if head is None:
-        ids = corpus.draft_vocabulary(target, job.drafter.draft_vocab_size)
-    else:
-        ids = head.draft_to_target_ids(target.hf_config.vocab_size)
-    try:
-        drafter = job.drafter.build(target.parts, ids)
-    except ValueError as error:  # the drafter's settings do not fit this target
-        raise InputError(str(error)) from error
+    drafter = build_from_head(
+        job.drafter, target.parts, lambda: corpus.draft_vocabulary(target, job.drafter.draft_vocab_size)
+    )
     if not isinstance(drafter, Drafter):
         name = job.drafter.name
         raise InputError(f"drafter {name} has nothing to train: run python -m eval +target=... +drafter={name}")
     require_reach(drafter, job.num_draft_tokens)
-    if head is not None:
-        head.put_into(drafter, job.drafter.name)
     return drafter
 
 

@@ -1,10 +1,10 @@
-"""Training that starts from an existing head (`drafter.init_from=`): ours, or one that other code has written.
+"""Drafters that start from an existing head (`drafter.init_from=`): ours, or one that other code has written.
 
 Names are translated by the family (`Drafter.translate`). Where a file could mean two things it is refused: a head that
 is read wrongly trains on, only worse.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from conf import InputError
 from conf.records import read_json, read_safetensors
+from data.decoder import TargetParts
 from train.checkpoint import find_checkpoint, load_weights
-from train.drafters.base import Drafter
+from train.drafters.base import Drafter, DrafterConfig, Proposer
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -70,6 +71,30 @@ class Head:
             translated = drafter.translate(self.tensors, self.config)
             tensors = {**translated, "draft_to_target_ids": drafter.draft_to_target_ids}
         load_weights(drafter, tensors, self.folder)
+
+
+def build_from_head(settings: DrafterConfig, target: TargetParts, vocabulary: Callable[[], Tensor]) -> Proposer:
+    """Make the drafter, from the head that its settings name if they name one.
+
+    Args:
+        settings: of the drafter.
+        target: what it runs ahead of.
+        vocabulary: (Vd,) ascending ids to draft from where there is no head to say so.
+
+    Raises:
+        InputError: if the head cannot be read, or the settings do not fit it or the target.
+    """
+    folder = settings.warm_start()
+    head = None if folder is None else read_head(folder, settings.families())
+    ids = vocabulary() if head is None else head.draft_to_target_ids(target.config.vocab_size)
+    try:
+        drafter = settings.build(target, ids)
+    except ValueError as error:  # the drafter's settings do not fit this target
+        raise InputError(str(error)) from error
+    if head is not None:
+        assert isinstance(drafter, Drafter)  # only drafters with weights have an init_from
+        head.put_into(drafter, settings.name)
+    return drafter
 
 
 def read_head(path: str, families: Sequence[str]) -> Head:

@@ -162,6 +162,22 @@ def test_eval_of_one_step_is_named_after_run_and_step(chain: Any, launcher: Laun
     assert "acceptance_length_walk" not in summary and "speedup" not in summary  # greedy alone can be compared
 
 
+def test_eval_of_an_exported_head_is_that_of_its_checkpoint(
+    chain: Any, launcher: Launcher, tiny_folder: Folder
+) -> None:
+    """As anybody's head is evaluated: by its folder, in the format of another trainer."""
+    cwd, _ = chain("llama")
+    options = ["dtype=float32", "output_dir=heads/vllm"]
+    launcher("serve_export", [f"checkpoint={RUN}", "stack=vllm", *options], cwd).succeeded()
+    head = [
+        "+target=llama3", "+drafter=eagle3", "drafter.init_from=heads/vllm", f"target.path={tiny_folder('llama')}",
+        "target.dtype=float32", "target.chat_template_kwargs={}", "output_dir=from-head", "plain_prompts=0",
+    ]  # fmt: skip
+    launcher("eval", eval_args("x", *head)[1:], cwd).succeeded()
+    assert read(cwd / "from-head" / "rounds.json") == read(cwd / "outputs/eval/eagle3-tiny" / "rounds.json")
+    assert read(cwd / "from-head" / "summary.json")["checkpoint"] == "heads/vllm"
+
+
 def test_eval_of_several_runs_ends_with_one_comparison(chain: Any, launcher: Launcher) -> None:
     cwd, _ = chain("llama")
     argv = ["-m", *eval_args(RUN, "num_draft_tokens=1,2", "plain_prompts=1", "run_name=k${num_draft_tokens}")]
