@@ -70,24 +70,28 @@ class Decoder:
         shape, ids = batch.input_ids.shape, batch.input_ids.view(-1)
         # All packs end to end: document borders are all that separates them, padding included.
         borders = _borders(batch)
-        if self._mixers:  # a running state knows no borders
-            parts = [self._alone(ids[start:end], wants) for start, end in pairwise(borders)]
-        else:
-            parts = [self._documents(ids, borders, wants)]
-        last = [part.last_hidden_state for part in parts if part.last_hidden_state is not None]
+        # A running state knows no borders.
+        read = self._together if self.can_forget else self._one_by_one
+        features = read(ids, borders, wants)
+        last = features.last_hidden_state
         return TargetFeatures(
-            aux_hidden_states=torch.cat([part.aux_hidden_states for part in parts], dim=1).view(*shape, -1),
-            last_hidden_state=torch.cat(last, dim=1).view(*shape, -1) if last else None,
+            aux_hidden_states=features.aux_hidden_states.view(*shape, -1),
+            last_hidden_state=None if last is None else last.view(*shape, -1),
         )
 
-    def _alone(self, ids: Tensor, wants: Wants) -> TargetFeatures:
-        """Features (1, rows, ...) of one document. What pads it comes after it, where it does not look."""
-        rows = len(ids)
-        found = self._documents(nn.functional.pad(ids, (0, -rows % PADDED_TO)), None, wants)
-        last = found.last_hidden_state
-        return TargetFeatures(found.aux_hidden_states[:, :rows], None if last is None else last[:, :rows])
+    def _one_by_one(self, ids: Tensor, borders: list[int], wants: Wants) -> TargetFeatures:
+        """As `_together`, a pass for each document. What pads it comes after it, where it does not look."""
+        aux, last = [], []
+        for start, end in pairwise(borders):
+            rows = end - start
+            padded = nn.functional.pad(ids[start:end], (0, -rows % PADDED_TO))
+            found = self._together(padded, None, wants)
+            aux.append(found.aux_hidden_states[:, :rows])
+            if found.last_hidden_state is not None:
+                last.append(found.last_hidden_state[:, :rows])
+        return TargetFeatures(torch.cat(aux, dim=1), torch.cat(last, dim=1) if last else None)
 
-    def _documents(self, ids: Tensor, borders: list[int] | None, wants: Wants) -> TargetFeatures:
+    def _together(self, ids: Tensor, borders: list[int] | None, wants: Wants) -> TargetFeatures:
         """Features (1, rows, ...) of (rows,) ids; `borders` separate documents, None: there is one."""
         each = pairwise(borders or [0, len(ids)])
         positions = torch.cat([torch.arange(end - start) for start, end in each]).to(ids.device)

@@ -25,7 +25,7 @@ from eval.rounds import Rule
 from eval.sampling import SamplingConfig
 from eval.suites import Prompt, read_prompts
 from train.acceptance import Acceptance, round_walk
-from train.checkpoint import load_drafter
+from train.checkpoint import load_drafter, put_to_work
 from train.drafters.base import Drafter, DrafterConfig, DraftPlan, Proposer, require_reach
 from train.progress import ProgressReport
 from train.warm_start import build_from_head
@@ -150,9 +150,7 @@ def load_proposer(job: EvalJob) -> tuple[Target, Proposer, str | None]:
             name = job.drafter.name
             raise InputError(f"drafter {name} must be trained first: name checkpoint=RUN, or drafter.init_from=HEAD")
         require_reach(proposer, job.draft.num_draft_tokens)
-        proposer.requires_grad_(False).eval().to(target.device, dtype)
-        changed = proposer.changed_target()
-        target = target if changed is None else target.with_model(changed)
+        target = put_to_work(proposer, target)
     return target, proposer, head
 
 

@@ -181,14 +181,19 @@ def load_drafter(
     if not isinstance(drafter, Drafter):
         raise InputError(f"{folder / 'config.yaml'} names drafter {drafter_config.name}, which has no weights")
     load_weights(drafter, weights, folder)
-    drafter.requires_grad_(False).eval().to(target.device, target.model.dtype)
-    changed = drafter.changed_target()
-    if changed is not None:
-        target = target.with_model(changed)
+    target = put_to_work(drafter, target)
     container = OmegaConf.to_container(job, resolve=True)
     assert isinstance(container, dict)  # config.yaml is a mapping: OmegaConf.save wrote a DictConfig
     settings = {str(key): value for key, value in container.items()}
     return LoadedDrafter(folder, drafter, drafter_config, target, manifest, settings)
+
+
+def put_to_work(drafter: Drafter, target: Target) -> Target:
+    """Freeze a drafter, in its target's dtype and on its device; returns the target that it drafts for: this one, or
+    what training has made of it."""
+    drafter.requires_grad_(False).eval().to(target.device, target.model.dtype)
+    changed = drafter.changed_target()
+    return target if changed is None else target.with_model(changed)
 
 
 def load_weights(drafter: Drafter, weights: dict[str, Tensor], source: Path) -> None:

@@ -15,7 +15,7 @@ from data.batch import TargetFeatures, Wants
 from data.target import Target, TargetConfig
 from eval.generate import plain_generate, speculative_generate
 from tests.conftest import RUNNING_STATE
-from tests.data.test_target import packs_of, whole
+from tests.data.test_target import assert_close, packs_of, whole
 from tests.delta_rule import use_exact_rule
 from tests.eval.decoding import decoding, static_tree
 from tests.families import tiny_family
@@ -38,11 +38,6 @@ def test_the_rule_is_transformers(tiny_target: Any, family: str, monkeypatch: py
     ours = whole(target, ids)[0][1]
     assert not torch.equal(ours, theirs)  # it was called
     assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
-
-
-def assert_close(found: Tensor, expected: Tensor) -> None:
-    assert found.shape == expected.shape
-    assert (found - expected).norm() <= 1e-6 * expected.norm()
 
 
 @pytest.mark.usefixtures("exact")

@@ -1,6 +1,5 @@
 """The peers' own code and ours read each other's heads, and compute the same: `make test-peers`."""
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ from torch import Tensor
 from data.batch import TargetFeatures
 from data.encode import Document
 from data.packing import collate_alone
+from tests.peers_environment import run_peers
 from tests.serve_export.exports import VOCAB, drafter_of, export
 from train.warm_start import read_head
 
 pytestmark = pytest.mark.peers
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 ROWS, WIDTH = 20, 32
 
 
@@ -32,12 +30,7 @@ def probe(folder: Path) -> dict[str, Tensor]:
 
 
 def theirs(folder: Path, mode: str, head: Path, *target: str) -> dict[str, Tensor]:
-    if not PYTHON.exists():
-        pytest.skip("no environment of the peers: run `make test-peers`")
-    script = Path(__file__).parent / "peers" / "heads.py"
-    argv = [str(PYTHON), str(script), mode, str(head), str(folder / "probe.safetensors"), str(folder / "out"), *target]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_peers("heads.py", mode, head, folder / "probe.safetensors", folder / "out", *target)
     return load_file(folder / "out")
 
 

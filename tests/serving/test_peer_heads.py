@@ -1,16 +1,13 @@
 """A real head that a peer's code has saved is accepted as it was: `make test-peers`."""
 
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.peers_environment import run_peers
+
 pytestmark = pytest.mark.peers
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-peers" / "bin" / "python"
-SCRIPT = ROOT / "tests" / "serve_export" / "peers" / "resave.py"
 SHORT = ("dtype=float32", "corpus.max_conversations=12", "max_tokens=64")
 
 
@@ -18,14 +15,10 @@ SHORT = ("dtype=float32", "corpus.max_conversations=12", "max_tokens=64")
 def test_a_head_that_they_saved_is_accepted_as_before(
     served: Any, checkpoint: str, smollm2_folder: str, peer: str, stack: str
 ) -> None:
-    if not PYTHON.exists():
-        pytest.skip("no environment of the peers: run `make test-peers`")
     ours, theirs = served.output / f"for-{peer}", served.output / f"by-{peer}"
     served.command("serve_export", f"checkpoint={checkpoint}", f"stack={stack}", "dtype=float32", f"output_dir={ours}")
     target = [smollm2_folder] if peer == "specforge" else []
-    argv = [str(PYTHON), str(SCRIPT), peer, str(ours), str(theirs), *target]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_peers("resave.py", peer, ours, theirs, *target)
     assert "embed_tokens.weight" in load_file(theirs / "model.safetensors")  # it is theirs, with their copies
     before = served.evaluate(f"before-{peer}", f"checkpoint={checkpoint}", *SHORT)
     head = ["+target=smollm2", "+drafter=eagle3", f"drafter.init_from={theirs}"]

@@ -83,7 +83,7 @@ class NativeMtp(FedBackDrafter):
         self.wants = Wants(aux_layers=before_norm, last_hidden_state=True)
         # In a tuple: the target's modules are not this module's, to be moved or saved with it.
         self._of_target = (target.decoder.model, target.decoder.module.rotary_emb)
-        layer, self._stored = native_layer(target)
+        layer, self._experts_apart = native_layer(target)
         self.mtp: Any = layer.float().requires_grad_(True).train()
 
     def fuse(self, features: TargetFeatures) -> Tensor:
@@ -131,7 +131,7 @@ class NativeMtp(FedBackDrafter):
             architecture="native_mtp",
             tensors={"draft_to_target_ids": self.draft_to_target_ids},
             config={"model_type": self.mtp.config.model_type},
-            target_tensors=native_names(self._of_target[0], self.mtp.state_dict(), self._stored),
+            target_tensors=native_names(self._of_target[0], self.mtp.state_dict(), self._experts_apart),
         )
 
 
@@ -145,9 +145,11 @@ def _of_some_rows(attend: Attend, queries: Tensor) -> Attend:
     return attend_all
 
 
-def native_layer(target: TargetParts) -> tuple[Any, frozenset[str]]:
-    """The target's own first MTP layer, as a `transformers.modeling_layers.MtpLayer`, and the names of its tensors in
-    the folder where this module reads them itself.
+def native_layer(target: TargetParts) -> tuple[Any, bool]:
+    """The target's own first MTP layer, as a `transformers.modeling_layers.MtpLayer`.
+
+    Returns:
+        The layer, and whether its experts lie one by one in the folder and were merged here.
 
     Raises:
         InputError: if it has none, or of an unknown kind.
@@ -165,18 +167,18 @@ def native_layer(target: TargetParts) -> tuple[Any, frozenset[str]]:
     if getattr(text, "chain_hidden_post_norm", None) is not None:
         raise InputError(f"the MTP layers of {text.model_type} share a norm of their own kind: not supported yet")
     try:
-        return MtpModel.from_pretrained(model).layers[0], frozenset()
+        return MtpModel.from_pretrained(model).layers[0], False
     except (RuntimeError, OSError, ValueError) as error:
         raise InputError(f"the MTP layer of {target.path} cannot be read: {error}") from error
 
 
-def native_names(model: Any, state: dict[str, Tensor], stored: frozenset[str]) -> dict[str, Tensor]:
+def native_names(model: Any, state: dict[str, Tensor], experts_apart: bool) -> dict[str, Tensor]:
     """`MtpLayer` state -> tensors as the target's folder has them.
 
     Args:
         model: the target, as loaded from that folder: it knows how its experts were merged.
         state: of the layer.
-        stored: see `native_layer`.
+        experts_apart: see `native_layer`.
     """
     text = model.config.get_text_config()
     names = _names(text)
@@ -186,7 +188,7 @@ def native_names(model: Any, state: dict[str, Tensor], stored: frozenset[str]) -
             next(old + name.removeprefix(new) for new, old in back.items() if name.startswith(new)): tensor
             for name, tensor in state.items()
         }
-        return _split(found) if any(EXPERT.match(name) for name in stored) else found
+        return _split(found) if experts_apart else found
     place = f"{model.base_model_prefix}.layers.{text.num_hidden_layers}."
     around = {"post_norm.": "shared_head.norm."}
     named = {}
@@ -237,17 +239,18 @@ def _split(merged: dict[str, Tensor]) -> dict[str, Tensor]:
     """The way back."""
     found = {}
     for name, tensor in merged.items():
-        if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+        block, _, matrix = name.rpartition(".")
+        if not block.endswith(".experts"):
             found[name] = tensor
             continue
-        block, _, matrix = name.rpartition(".")
-        parts = tensor.chunk(2, dim=1) if matrix == "gate_up_proj" else (tensor,)
-        for part, of_all in zip(("gate", "up") if len(parts) == 2 else ("down",), parts, strict=True):
+        gate_up = matrix == "gate_up_proj"
+        parts = zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True) if gate_up else [("down", tensor)]
+        for part, of_all in parts:
             found |= {f"{block}.{number}.{part}_proj.weight": own for number, own in enumerate(of_all)}
     return found
 
 
-def _from_folder(target: TargetParts, text: Any, names: dict[str, str]) -> tuple[Any, frozenset[str]]:
+def _from_folder(target: TargetParts, text: Any, names: dict[str, str]) -> tuple[Any, bool]:
     one = copy.deepcopy(text)
     one.layer_types, one.num_hidden_layers = ["full_attention"], 1
     one.mtp_hidden_states_first = names is OF_MIMO
@@ -257,7 +260,7 @@ def _from_folder(target: TargetParts, text: Any, names: dict[str, str]) -> tuple
     stored: dict[str, Tensor] = {}
     for file in sorted(Path(target.path).glob("*.safetensors")):
         stored |= read_safetensors(file, partial(_part, names=names))
-    stored_names, stored = frozenset(stored), _merged(stored)
+    experts_apart, stored = any(map(EXPERT.match, stored)), _merged(stored)
     wanted = layer.state_dict()
     wrong = sorted(
         name for name in wanted.keys() | stored.keys()
@@ -266,4 +269,4 @@ def _from_folder(target: TargetParts, text: Any, names: dict[str, str]) -> tuple
     if wrong:
         raise InputError(f"the MTP layer of {target.path} does not fit its config: {', '.join(wrong[:5])}")
     layer.load_state_dict(stored)
-    return layer, stored_names
+    return layer, experts_apart
